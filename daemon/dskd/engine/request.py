@@ -1,0 +1,112 @@
+"""What goes into the step loop and what comes out of it. Plain values; no engine, no gRPC."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from dskquant.modes import PrecisionMode
+
+
+class InFlight(enum.Enum):
+    """What becomes of open requests at a flip."""
+
+    MIGRATE = "migrate"  # their next token is made by the new mode, the KV cache is kept
+    FINISH = "finish"  # they end on the old mode
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    END_OF_TEXT = "end_of_text"
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn from the logits. The defaults are greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A validated request: every field is in range and prompt + max_new_tokens fits the context."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    end_token_ids: frozenset[int] = frozenset()
+    precision: PrecisionMode | None = None  # None: follow the mode of the model
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MadeToken:
+    """One token of an answer and what made it."""
+
+    id: int
+    mode: PrecisionMode
+    generation: int
+    engine: str
+    logprob: float | None = None  # set when top_logprobs > 0
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # (id, log-probability), most probable first
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """Seconds and counts of one finished request."""
+
+    queue_s: float  # arrival to first step
+    first_token_s: float  # arrival to first token
+    total_s: float  # arrival to last token
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step did for one request. The last output of a request has `finish` or `error` set."""
+
+    request_id: str
+    tokens: tuple[MadeToken, ...] = ()
+    finish: FinishReason | None = None
+    stats: RequestStats | None = None  # set with finish
+    error: Exception | None = None  # a DskdError wherever possible
+
+    @property
+    def is_last(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+
+@dataclass(frozen=True, slots=True)
+class FlipReport:
+    """What a flip did."""
+
+    from_mode: PrecisionMode
+    to_mode: PrecisionMode
+    generation: int
+    microseconds: float  # loop time the flip took
+    migrated: int  # open requests that changed mode
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSnapshot:
+    """State of a step loop as it was after some recent step; for display, never for decisions."""
+
+    mode: PrecisionMode | None = None
+    generation: int = 0
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    steps: int = 0
+    tokens_by_mode: dict[PrecisionMode, int] = field(default_factory=dict)
+    requests_by_mode: dict[PrecisionMode, int] = field(default_factory=dict)

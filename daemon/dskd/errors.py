@@ -1,0 +1,64 @@
+"""Errors that reach a client. Each carries its gRPC status and the details a client can act on; `dskd.rpc.status` maps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class DskdError(Exception):
+    """Base of all errors the daemon answers with on purpose."""
+
+    code = "INTERNAL"
+
+
+class InvalidArgumentError(DskdError):
+    """A field of a request has a value that is not allowed."""
+
+    code = "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, description: str) -> None:
+        super().__init__(f"{field}: {description}")
+        self.field = field
+        self.description = description
+
+
+class UnknownModelError(DskdError):
+    """No model of that name."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = tuple(sorted(known))
+        super().__init__(f"no model {name!r}; known: {', '.join(self.known) or 'none'}")
+
+
+class FailedPreconditionError(DskdError):
+    """The daemon is not in a state in which this can be done; `subject` says what stands in the way."""
+
+    code = "FAILED_PRECONDITION"
+
+    def __init__(self, subject: str, description: str) -> None:
+        super().__init__(description)
+        self.subject = subject
+
+
+class ResourceExhaustedError(DskdError):
+    """Something ran out; try again after `retry_after_s` seconds (None: not before something is given back)."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, resource: str, description: str, retry_after_s: float | None = None) -> None:
+        super().__init__(description)
+        self.resource = resource
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(DskdError):
+    """The daemon is shutting down or the model is being unloaded."""
+
+    code = "UNAVAILABLE"
+
+
+class InternalError(DskdError):
+    """Something that should not happen did; the log tells more."""
