@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dskquant.modes import PrecisionMode
+from dskquant.scheme import Role
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -41,6 +42,20 @@ class StepBatch:
     def max_context_len(self) -> int:
         """Longest past plus new tokens of any sequence of the batch."""
         return int((self.past_lens + np.diff(self.subsequence_begins)).max())
+
+
+class WeightSource(Protocol):
+    """A weight matrix [N, K] of a stored model that can be quantized."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def role(self) -> Role: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    def pieces(self) -> Iterator[NDArray[np.float32]]:
+        """Its values, some whole rows at a time, so that a large matrix is never in memory as a whole."""
+        ...
 
 
 class KVCache(Protocol):
@@ -90,13 +105,16 @@ class CompileOptions:
     threads: int = 0  # 0: all cores
     kv_precision: str = "u8"  # u8, f16, f32 or bf16
     activation_group: int = 128  # dynamic INT8 activations per this many inputs (INT4 and INT8 modes); 0: float activations
-    compile_threads: int = 0  # threads that compile; 1 disturbs a serving graph least; 0: all
 
 
 class Engine(Protocol):
     """Makes graphs and caches from a model store (see `dskquant.store`)."""
 
     name: str
+
+    def weights(self, store: Path) -> Sequence[WeightSource]:
+        """The weight matrices of the stored model, in the order of execution."""
+        ...
 
     def compile(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> Graph:
         """Builds the graph that serves `modes`, which must be modes of one graph (see `graph_key`).

@@ -1,0 +1,84 @@
+"""What went wrong, in a line or two on stderr, and the exit code that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+from google.rpc import error_details_pb2 as details_pb2
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status  # type: ignore[import-untyped]
+
+from dskctl.exits import ExitCode
+from dskctl.words import printable
+
+_EXIT_BY_CODE = {
+    grpc.StatusCode.UNAVAILABLE: ExitCode.UNREACHABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED: ExitCode.TIMED_OUT,
+}
+
+
+def explained(error: grpc.RpcError, address: str) -> tuple[ExitCode, list[str]]:
+    """Exit code and lines for people. A status with details was made by the daemon: it is alive and said no."""
+    code = error.code()
+    status = rpc_status.from_call(error)
+    if status is not None and code != grpc.StatusCode.DEADLINE_EXCEEDED:
+        return ExitCode.REFUSED, [printable(line) for line in status_lines(status)]
+    exit_code = _EXIT_BY_CODE.get(code, ExitCode.REFUSED)
+    text = printable(error.details() or "no reason given")
+    if exit_code is ExitCode.UNREACHABLE:
+        return exit_code, _unreachable_lines(text, address)
+    if exit_code is ExitCode.TIMED_OUT:
+        return exit_code, ["timed out; --timeout gives it more time"]
+    return exit_code, [f"{code.name.lower().replace('_', ' ')}: {text}"]
+
+
+def _unreachable_lines(text: str, address: str) -> list[str]:
+    """gRPC's text nests its reasons; the last one is the system's."""
+    reason = text.rpartition(": ")[2].rstrip("] ")
+    return [
+        f"no daemon reached at {address}: {reason}",
+        "start one with `dskd serve`, or name its address with --address or $DSKD_ADDRESS",
+    ]
+
+
+def status_lines(status: Status) -> list[str]:
+    """The fields at fault if there are any, else the message; then what the details add to it."""
+    violations, additions = [], []
+    for detail in _details(status):
+        if isinstance(detail, details_pb2.BadRequest):
+            violations += [f"{item.field}: {item.description}" for item in detail.field_violations]
+        else:
+            additions += [line for line in _addition(detail) if line not in status.message]
+    return (violations or [status.message]) + additions
+
+
+_KNOWN_DETAILS = (
+    details_pb2.BadRequest,
+    details_pb2.ErrorInfo,
+    details_pb2.PreconditionFailure,
+    details_pb2.QuotaFailure,
+    details_pb2.ResourceInfo,
+    details_pb2.RetryInfo,
+)
+
+
+def _details(status: Status) -> Iterator[object]:
+    for packed in status.details:
+        for kind in _KNOWN_DETAILS:
+            detail = kind()
+            if packed.Unpack(detail):
+                yield detail
+
+
+def _addition(detail: object) -> list[str]:
+    """What a detail says beyond the message of its status."""
+    if isinstance(detail, details_pb2.RetryInfo):
+        return [f"try again in {detail.retry_delay.ToTimedelta().total_seconds():g} s"]
+    if isinstance(detail, details_pb2.ResourceInfo):
+        return [detail.description] if detail.description else []
+    if isinstance(detail, details_pb2.ErrorInfo):
+        return [f"{key}: {value}" for key, value in sorted(detail.metadata.items()) if value]
+    if isinstance(detail, details_pb2.PreconditionFailure | details_pb2.QuotaFailure):
+        return [item.description for item in detail.violations if item.description]
+    return []

@@ -1,0 +1,90 @@
+"""`dskctl status`"""
+
+from __future__ import annotations
+
+import argparse
+
+from dskapi.v1.control_pb2 import GetStatusRequest, GetStatusResponse, ModelStatus
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from dskctl.daemon import Daemon
+from dskctl.options import add_model
+from dskctl.printer import Printer
+from dskctl.tables import table
+from dskctl.verb import Verb
+from dskctl.words import NOTHING, age_words, mode_word, printable, size_words, state_word
+
+
+def run(args: argparse.Namespace, daemon: Daemon, printer: Printer) -> None:
+    printer.show(daemon.get_status(GetStatusRequest(model=args.model)), as_text)
+
+
+def as_text(status: GetStatusResponse) -> RenderableType:
+    """The daemon, its models, their modes."""
+    parts: list[RenderableType] = [_daemon_line(status), ""]
+    if not status.models:
+        return Group(*parts, "no model is loaded")
+    return Group(*parts, models_table(status), "", modes_table(status), *_remarks(status))
+
+
+def _daemon_line(status: GetStatusResponse) -> str:
+    return (
+        f"dskd {status.version} · pid {status.pid} · up {age_words(status.started)} · "
+        f"memory {size_words(status.rss_bytes)}, available {size_words(status.available_bytes)}"
+    )
+
+
+def models_table(status: GetStatusResponse) -> Table:
+    """One row for each model."""
+    numbers = ("GENERATION", "RUNNING", "WAITING", "KV BLOCKS FREE", "KV CACHE", "CONTEXT")
+    made = table("MODEL", "STATE", "MODE", *numbers, "ENGINE", right=numbers)
+    for model in status.models:
+        made.add_row(*_model_row(model))
+    return made
+
+
+def _model_row(model: ModelStatus) -> list[str]:
+    return [
+        model.name,
+        state_word(model.state),
+        mode_word(model.mode),
+        str(model.generation),
+        str(model.running_requests),
+        str(model.waiting_requests),
+        f"{model.kv_blocks_free}/{model.kv_blocks_total}",
+        size_words(model.kv_cache_bytes),
+        f"{model.context_length:,}",
+        model.engine or NOTHING,
+    ]
+
+
+def modes_table(status: GetStatusResponse) -> Table:
+    """One row for each mode of each model; modes that share a graph each tell the whole of its memory."""
+    numbers = ("MEMORY", "TOKENS", "REQUESTS")
+    made = table("MODEL", "MODE", "RESIDENT", *numbers, right=numbers)
+    for model in status.models:
+        for mode in model.modes:
+            memory = size_words(mode.bytes) if mode.resident else NOTHING
+            resident = "yes" if mode.resident else "no"
+            made.add_row(model.name, mode_word(mode.mode), resident, memory, f"{mode.tokens:,}", str(mode.requests))
+    return made
+
+
+def _remarks(status: GetStatusResponse) -> list[str]:
+    remarks = []
+    for model in status.models:
+        if model.change_in_progress:
+            remarks.append(f"{model.name}: in progress: {printable(model.change_in_progress)}")
+        if model.reason:
+            remarks.append(f"{model.name}: {printable(model.reason)}")
+    return ["", *remarks] if remarks else []
+
+
+VERB = Verb(
+    name="status",
+    help="show the daemon and its models",
+    examples=("dskctl status", "dskctl status smollm2", "dskctl status --json"),
+    configure=add_model,
+    run=run,
+)

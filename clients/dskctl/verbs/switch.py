@@ -1,0 +1,56 @@
+"""`dskctl switch`"""
+
+from __future__ import annotations
+
+import argparse
+
+from dskapi.v1.control_pb2 import SwitchPrecisionRequest, SwitchPrecisionResponse
+
+from dskctl.daemon import Daemon
+from dskctl.options import add_mode, utf8
+from dskctl.printer import Printer
+from dskctl.verb import Verb
+from dskctl.words import IN_FLIGHT, MODES, transition
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", default="", type=utf8, help="may be left out while one model is loaded"
+    )
+    add_mode(parser)
+    parser.add_argument(
+        "--in-flight",
+        choices=IN_FLIGHT,
+        default="migrate",
+        help="open requests go on in the new mode (migrate, the default) or end in the old one (finish)",
+    )
+    parser.add_argument("--no-wait", action="store_true", help="do not wait for a mode that must be prepared first")
+
+
+def run(args: argparse.Namespace, daemon: Daemon, printer: Printer) -> None:
+    request = SwitchPrecisionRequest(
+        model=args.model, mode=MODES[args.mode], in_flight=IN_FLIGHT[args.in_flight], wait=not args.no_wait
+    )
+    printer.show(daemon.switch_precision(request), as_text)
+
+
+def as_text(response: SwitchPrecisionResponse) -> str:
+    """From, to, and what the change took."""
+    change = f"{response.model}: {transition(response.from_mode, response.to_mode)}"
+    if not response.done:
+        return f"{change}, being prepared in the background; `dskctl watch` tells when it serves"
+    preparation = "resident" if response.resident else f"prepared in {response.prepare_ms:,.0f} ms"
+    return f"{change}, generation {response.generation}, {preparation}, flip {response.flip_us:.1f} µs"
+
+
+VERB = Verb(
+    name="switch",
+    help="change the precision mode a model serves in",
+    examples=(
+        "dskctl switch int8",
+        "dskctl switch smollm2 fp32 --no-wait",
+        "dskctl switch smollm2 int4 --in-flight finish",
+    ),
+    configure=configure,
+    run=run,
+)

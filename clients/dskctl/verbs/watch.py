@@ -1,0 +1,39 @@
+"""`dskctl watch`"""
+
+from __future__ import annotations
+
+import argparse
+
+from dskapi.v1.control_pb2 import Event, WatchEventsRequest
+from rich.text import Text
+
+from dskctl.daemon import Daemon
+from dskctl.options import add_model
+from dskctl.printer import Printer
+from dskctl.verb import Verb
+from dskctl.words import local_time, printable
+
+
+def run(args: argparse.Namespace, daemon: Daemon, printer: Printer) -> None:
+    events = daemon.watch_events(WatchEventsRequest(model=args.model))
+    try:
+        for event in events:
+            printer.show_item(event, as_text)
+    finally:
+        events.cancel()
+
+
+def as_text(event: Event) -> Text:
+    """One line."""
+    return Text.assemble(
+        (local_time(event.time), "dim"), "  ", (event.kind, "bold"), f"  {event.model}  {printable(event.message)}"
+    )
+
+
+VERB = Verb(
+    name="watch",
+    help="print events as they happen, until Ctrl-C",
+    examples=("dskctl watch", "dskctl watch smollm2 --json"),
+    configure=add_model,
+    run=run,
+)

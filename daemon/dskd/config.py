@@ -1,0 +1,193 @@
+"""The configuration of the daemon: every key, its type and its default. `etc/dskd.toml` shows them commented."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli
+
+from dskd.address import Address
+from dskd.typed_toml import Between, Builder, ConfigError, OneOf
+from dskd.units import ByteSize
+from dskquant.engines import ENGINE_NAMES
+from dskquant.modes import PrecisionMode
+
+SYSTEM_SOCKET = Path("/run/dskd/dskd.sock")
+SYSTEM_STATE = Path("/var/lib/dskd")
+SYSTEM_CONFIG = Path("/etc/dskd/dskd.toml")
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+Problems = Iterator[tuple[str, str]]
+"""Keys of a section, each with what is wrong there."""
+
+
+def default_socket() -> Path:
+    """The system's socket where this user may make it, otherwise one of the user alone."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and not _can_make(SYSTEM_SOCKET):
+        return Path(runtime) / SYSTEM_SOCKET.name
+    return SYSTEM_SOCKET
+
+
+def default_state_dir() -> Path:
+    """The system's directory where this user may make it, otherwise one of the user alone."""
+    if _can_make(SYSTEM_STATE):
+        return SYSTEM_STATE
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / SYSTEM_STATE.name
+
+
+def _can_make(path: Path) -> bool:
+    nearest = next(folder for folder in path.parents if folder.exists())
+    return os.access(nearest, os.W_OK)
+
+
+class SocketMode(int):
+    """Permissions of a unix socket; in files a string of octal digits."""
+
+    @classmethod
+    def from_toml(cls, value: object, base: Path) -> SocketMode:
+        """Reads `value`. Raises ValueError unless it is an octal string that lets the owner in."""
+        if not isinstance(value, str) or not re.fullmatch(r"0?[67][0-7]{2}", value):
+            raise ValueError('allowed: a string of octal digits that gives the owner access, such as "0660"')
+        return cls(value, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """[server.tls]: all TCP addresses speak TLS."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None  # set: clients must show a certificate of this authority
+
+    def problems(self) -> Problems:
+        for name in ("certificate", "key", "client_ca"):
+            path = getattr(self, name)
+            if path is not None and not path.is_file():
+                yield name, f"no file {path}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """[server]: where and how the daemon answers."""
+
+    listen: tuple[Address, ...] = field(default_factory=lambda: (Address(path=default_socket()),))
+    socket_mode: SocketMode = SocketMode(0o660)
+    insecure: bool = False
+    grace_s: Annotated[float, Between(0)] = 30.0
+    max_message_bytes: Annotated[ByteSize, Between(1, 2**31 - 1)] = ByteSize(16 << 20)
+    max_concurrent_requests: Annotated[int, Between(1)] = 1024
+    allow_load_from_path: bool = False
+    state_dir: Path = field(default_factory=default_state_dir)
+    tls: TlsConfig | None = None
+
+    def problems(self) -> Problems:
+        if not self.listen:
+            yield "listen", "at least one address is needed"
+        for address in self.listen:
+            if not (address.is_loopback or self.tls or self.insecure):
+                yield (
+                    "listen",
+                    f"{address} can be reached from other machines without encryption; "
+                    "set [server.tls] certificate and key, or insecure = true if that is really meant",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """[scheduler]: how much one step does, and how many requests may be open or wait."""
+
+    max_batch_tokens: Annotated[int, Between(1)] = 512
+    max_sequences: Annotated[int, Between(1)] = 64
+    max_waiting: Annotated[int, Between(0)] = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """[log]: what goes to standard error."""
+
+    level: Annotated[str, OneOf(("debug", "info", "warning", "error"))] = "info"
+    format: Annotated[str, OneOf(("json", "console"))] = "console"
+
+
+@dataclass(frozen=True, slots=True)
+class ProofConfig:
+    """[models.NAME.proof]: how far a mode may be from the reference on the golden prompts before it is refused.
+
+    The defaults let honest 4-bit noise pass (0.4 nats for a small model) and stop broken weights (several nats).
+    """
+
+    max_kl: Annotated[float, Between(0)] = 2.0  # mean KL(reference || mode), nats per token
+    min_agreement: Annotated[float, Between(0, 1)] = 0.3  # share of tokens with the same most probable one
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """[models.NAME]: one model of a store."""
+
+    path: Path
+    engine: Annotated[str, OneOf(ENGINE_NAMES)] = "openvino"
+    resident: tuple[PrecisionMode, ...] = (PrecisionMode.INT4, PrecisionMode.INT8)
+    default_mode: PrecisionMode = PrecisionMode.INT4
+    load: bool = True  # at start
+    threads: Annotated[int, Between(0)] = 0  # 0: all cores
+    kv_precision: Annotated[str, OneOf(("u8", "f16", "bf16", "f32"))] = "u8"
+    kv_cache_bytes: ByteSize = ByteSize(2 << 30)
+    activation_group: Annotated[int, Between(0)] = 128  # 0: float activations
+    on_demand_ttl_s: Annotated[float, Between(0)] = 60.0
+    proof: ProofConfig = ProofConfig()
+
+    def problems(self) -> Problems:
+        if self.default_mode not in self.resident:
+            yield "default_mode", f'"{self.default_mode.value}" must be one of the resident modes'
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A whole configuration file."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    scheduler: SchedulerConfig = SchedulerConfig()
+    log: LogConfig = LogConfig()
+    models: dict[str, ModelConfig] = field(default_factory=dict)
+
+    def problems(self) -> Problems:
+        for name in self.models:
+            if not MODEL_NAME.fullmatch(name):
+                yield f"models.{name}", "a name has letters, digits, '.', '_' and '-', and starts with a letter or digit"
+
+
+def load_config(path: Path | None, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
+    """Reads the file at `path` (None: all defaults); `overrides` replace single keys of its sections.
+
+    Raises ConfigError with all problems of the file.
+    """
+    table = read_toml(path) if path else {}
+    for section, values in (overrides or {}).items():
+        present = table.setdefault(section, {})
+        if isinstance(present, dict):  # anything else is a problem that the builder names
+            present.update(values)
+    return build_config(table, path.parent if path else Path.cwd())
+
+
+def build_config(table: Mapping[str, Any], base: Path) -> Config:
+    """The configuration in `table`; relative paths start at `base`. Raises ConfigError with all problems."""
+    builder = Builder(base.absolute())
+    config = builder.build(Config, table)
+    if builder.problems:
+        raise ConfigError(builder.problems)
+    return config
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigError when it cannot be read or is no TOML."""
+    try:
+        return tomli.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError([f"{path}: {reason}"]) from error

@@ -1,0 +1,139 @@
+"""Who runs in the next step, and with how many tokens. A plain object: no engine, no threads, no clock.
+
+Continuous batching with chunked prefill (Yu et al., Orca, OSDI 2022; Agrawal et al., Sarathi-Serve, OSDI 2024) over a
+paged cache, with preemption by recompute (Kwon et al., PagedAttention, SOSP 2023). Strictly first come, first served:
+running and waiting sequences, taken together, always stand in the order of their arrival.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dskd.engine.block_pool import BlockPool
+from dskd.engine.sequence import NO_BLOCKS, Chunk, Sequence
+from dskd.errors import InternalError, ResourceExhaustedError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step loop."""
+
+    max_batch_tokens: int = 512  # tokens of one step: decode tokens and prefill chunks together
+    max_sequences: int = 64  # that run at once
+    max_waiting: int = 256  # beyond which new requests are refused
+    retry_after_s: float = 1.0  # what a refused client is told to wait
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_sequences <= self.max_batch_tokens:
+            raise ValueError("max_sequences must be in 1..max_batch_tokens: each one decodes in every step")
+        if self.max_waiting < 1:
+            raise ValueError("max_waiting must be at least 1")
+
+
+class Scheduler:
+    """Owns the open sequences and gives them tokens of each step and blocks of the pool."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        self.config = config
+        self.pool = pool
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+
+    @property
+    def has_sequences(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def sequences(self) -> Iterator[Sequence]:
+        """All open sequences, the oldest first."""
+        yield from self.running
+        yield from self.waiting
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts `sequence` at the end of the line; ResourceExhaustedError if it can never fit or the line is full."""
+        needed = self.pool.blocks_for(sequence.max_cached)
+        if needed > self.pool.num_blocks:
+            detail = f"the request needs {needed} KV cache blocks of {self.pool.block_size} tokens"
+            raise ResourceExhaustedError("kv_cache", f"{detail}; there are {self.pool.num_blocks}")
+        if len(self.waiting) >= self.config.max_waiting:
+            detail = f"{len(self.waiting)} requests are waiting already"
+            raise ResourceExhaustedError("waiting", detail, self.config.retry_after_s)
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step, at most one per sequence, and never none while sequences are open.
+
+        Every sequence in mid-answer gets its one token; what is left of the budget goes to prompts, the oldest first.
+        """
+        chunks = self._schedule_decodes()
+        budget = self.config.max_batch_tokens - len(chunks)
+        budget = self._schedule_prefills(chunks, budget)
+        self._admit(chunks, budget)
+        return chunks
+
+    def postprocess(self, chunk: Chunk) -> None:
+        """Notes that the tokens of `chunk` have gone through a graph and are in the cache."""
+        chunk.sequence.num_cached += chunk.num_tokens
+
+    def preempt(self) -> Sequence:
+        """Sends the youngest running sequence back to the head of the line; all its tokens will be computed again."""
+        youngest = self.running.pop()
+        self._release(youngest)
+        youngest.num_cached = 0
+        youngest.preemptions += 1
+        self.waiting.appendleft(youngest)
+        return youngest
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forgets a finished or cancelled sequence and frees its blocks."""
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self._release(sequence)
+
+    def check(self) -> None:
+        """Raises InternalError unless the pool is sound and the blocks that are out are those of running sequences."""
+        self.pool.check()
+        held = sum(len(sequence.blocks) for sequence in self.running)
+        if held + self.pool.num_free != self.pool.num_blocks:
+            raise InternalError(f"{self.pool.num_blocks - self.pool.num_free} KV blocks are out, {held} are in use")
+
+    def _schedule_decodes(self) -> list[Chunk]:
+        # The oldest first, while preemption takes the youngest: no victim has its chunk already, and the list that is
+        # walked shrinks at its far end alone.
+        return [
+            Chunk(sequence, 1) for sequence in self.running if sequence.num_uncached == 1 and self._make_room(sequence)
+        ]
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Sees that `sequence` has a block for its next token; False if it was preempted itself."""
+        if len(sequence.tokens) <= len(sequence.blocks) * self.pool.block_size:
+            return True
+        while self.pool.num_free == 0:
+            if self.preempt() is sequence:
+                return False
+        sequence.blocks = self.pool.append(sequence.blocks, len(sequence.tokens))
+        return True
+
+    def _schedule_prefills(self, chunks: list[Chunk], budget: int) -> int:
+        for sequence in self.running:
+            if budget and sequence.num_uncached > 1:
+                chunks.append(Chunk(sequence, min(budget, sequence.num_uncached)))
+                budget -= chunks[-1].num_tokens
+        return budget
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        while budget and self.waiting and len(self.running) < self.config.max_sequences:
+            needed = self.pool.blocks_for(len(self.waiting[0].tokens))
+            # One more block for each one that runs, lest the newcomer be preempted before it has made a token.
+            if needed + len(self.running) > self.pool.num_free:
+                return
+            sequence = self.waiting.popleft()
+            sequence.blocks = self.pool.allocate(needed)
+            self.running.append(sequence)
+            chunks.append(Chunk(sequence, min(budget, sequence.num_uncached)))
+            budget -= chunks[-1].num_tokens
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.free(sequence.blocks)
+        sequence.blocks = NO_BLOCKS

@@ -1,0 +1,58 @@
+"""What the server knows of a loaded model; `dskd.model_host` implements it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
+
+from dskd.config import ModelConfig
+from dskd.engine.request import GenerationRequest, InFlight, StepOutput
+from dskd.manager.events import EventBus
+from dskd.manager.history import History
+from dskd.manager.types import ManagerSnapshot, SwitchReport
+from dskd.text.tokenizer import TextCodec
+from dskquant.modes import PrecisionMode
+from dskquant.store import StoreManifest
+
+
+class ModelHost(Protocol):
+    """One model in memory. Making a host is cheap; `load` does the work. All methods belong to the asyncio thread."""
+
+    @property
+    def manifest(self) -> StoreManifest:
+        """Valid after `load`."""
+        ...
+
+    @property
+    def codec(self) -> TextCodec:
+        """Valid after `load`; its methods may be called from any thread."""
+        ...
+
+    async def load(self) -> None:
+        """Gets ready to serve without holding up the event loop. When it raises (or is cancelled) it has freed everything."""
+        ...
+
+    async def close(self, grace_s: float) -> int:
+        """Refuses new requests, lets open ones finish within `grace_s` seconds, aborts the rest, frees everything.
+
+        Returns how many were aborted (they raise UnavailableError). A call that was cancelled while it waited for
+        open requests may be followed by another one.
+        """
+        ...
+
+    def snapshot(self) -> ManagerSnapshot: ...
+
+    async def switch(self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool) -> SwitchReport:
+        """Changes the mode of the model and writes history and events of it. Raises DskdError when it cannot be done."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[StepOutput, None]:
+        """The outputs of one request; the last has `finish` set. Failures are raised as DskdError, never yielded.
+
+        Closing the generator early cancels the request and frees all it holds.
+        """
+        ...
+
+
+HostFactory = Callable[[str, ModelConfig, EventBus, History], ModelHost]
+"""Makes the host of the model of that name."""

@@ -1,0 +1,212 @@
+"""The models the daemon knows, loaded or not. Loads run in the background; a failed one leaves the others untouched."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import structlog
+
+from dskd.config import ModelConfig
+from dskd.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError, UnknownModelError
+from dskd.host import HostFactory, ModelHost
+from dskd.manager.events import EventBus
+from dskd.manager.history import History
+from dskd.manager.types import HistoryEntry
+from dskd.states import LOADABLE, PASSING, ModelState
+
+log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class ModelEntry:
+    """One known model. Only the registry changes it."""
+
+    name: str
+    config: ModelConfig
+    state: ModelState = ModelState.UNLOADED
+    reason: str = ""  # why the state is FAILED
+    host: ModelHost | None = None  # set while SERVING and UNLOADING
+    loading: asyncio.Task[None] | None = None
+    closing: asyncio.Task[int] | None = None
+
+    @property
+    def serving_host(self) -> ModelHost:
+        """The host of a model that serves.
+
+        Raises UnavailableError in a state that passes by itself, FailedPreconditionError in the others.
+        """
+        if self.host is not None and self.state is ModelState.SERVING:
+            return self.host
+        message = f"model {self.name!r} is {self.state.value}" + (f": {self.reason}" if self.reason else "")
+        if self.state in PASSING:
+            raise UnavailableError(message)
+        raise FailedPreconditionError(f"models/{self.name}", f"{message}; load it first")
+
+
+class ModelRegistry:
+    """Owns the hosts: which models there are, in which state. Belongs to the asyncio thread."""
+
+    def __init__(
+        self, configs: Mapping[str, ModelConfig], make_host: HostFactory, events: EventBus, history: History
+    ) -> None:
+        self._entries = {name: ModelEntry(name, config) for name, config in configs.items()}
+        self._make_host = make_host
+        self._events = events
+        self._history = history
+
+    def entries(self) -> list[ModelEntry]:
+        """All known models in name order."""
+        return sorted(self._entries.values(), key=lambda entry: entry.name)
+
+    def get(self, name: str) -> ModelEntry:
+        """The model of that name. Raises UnknownModelError with the known ones."""
+        if name not in self._entries:
+            raise UnknownModelError(name, self._entries)
+        return self._entries[name]
+
+    def resolve(self, name: str) -> ModelEntry:
+        """Like `get`; the empty name means the only loaded model. Raises InvalidArgumentError when that is ambiguous."""
+        if name:
+            return self.get(name)
+        loaded = [entry for entry in self.entries() if entry.host is not None]
+        if len(loaded) == 1:
+            return loaded[0]
+        names = ", ".join(entry.name for entry in loaded)
+        raise InvalidArgumentError("model", f"name one of the loaded models: {names}" if names else "no model is loaded")
+
+    def add(self, name: str, config: ModelConfig) -> None:
+        """Makes a model known. Raises InvalidArgumentError when the name belongs to one with another configuration."""
+        entry = self._entries.setdefault(name, ModelEntry(name, config))
+        if entry.config != config:
+            raise InvalidArgumentError("model", f"{name!r} is the name of the model at {entry.config.path}")
+
+    async def load(self, name: str, actor: str) -> None:
+        """Loads a model. The load goes on when the caller is cancelled. Raises what `start_load` and the host raise."""
+        await _outcome(self.start_load(name, actor))
+
+    def start_load(self, name: str, actor: str) -> asyncio.Task[None]:
+        """Begins to load a model; the task ends when it serves, or raises why it cannot.
+
+        Raises FailedPreconditionError unless the model is unloaded or failed.
+        """
+        entry = self.get(name)
+        if entry.state not in LOADABLE:
+            raise FailedPreconditionError(f"models/{name}", f"model {name!r} is {entry.state.value} already")
+        self._enter(entry, ModelState.LOADING)
+        entry.loading = asyncio.create_task(self._load(entry, actor), name=f"load {name}")
+        entry.loading.add_done_callback(_retrieve_error)
+        return entry.loading
+
+    async def _load(self, entry: ModelEntry, actor: str) -> None:
+        started = time.monotonic()
+        try:
+            host = self._make_host(entry.name, entry.config, self._events, self._history)
+            await host.load()
+        except asyncio.CancelledError:
+            self._enter(entry, ModelState.UNLOADED)
+            raise
+        except Exception as error:
+            self._fail(entry, "load", actor, error)
+            raise
+        entry.host = host
+        self._history.append(_loaded(entry.name, host, actor, (time.monotonic() - started) * 1e3))
+        self._enter(entry, ModelState.SERVING)
+
+    async def unload(self, name: str, actor: str, grace_s: float) -> int:
+        """Unloads a model; open requests finish within `grace_s` seconds. Returns how many were aborted.
+
+        The unload goes on when the caller is cancelled. Raises FailedPreconditionError unless the model serves.
+        """
+        entry = self.get(name)
+        if entry.host is None or entry.state is not ModelState.SERVING:
+            raise FailedPreconditionError(f"models/{name}", f"model {name!r} is not loaded but {entry.state.value}")
+        return await _outcome(self._start_close(entry, entry.host, actor, grace_s))
+
+    async def close(self, grace_s: float) -> int:
+        """Stops the loads and unloads every model. Returns how many requests were aborted."""
+        await _cancel_all(entry.loading for entry in self._entries.values())
+        closings = [self._start_close(entry, entry.host, "daemon", grace_s) for entry in self.entries() if entry.host]
+        return sum([await _outcome(closing) for closing in closings])
+
+    async def abort(self) -> int:
+        """Like `close` without any grace, not even for models that are being unloaded with one."""
+        await _cancel_all(entry.closing for entry in self._entries.values())
+        return await self.close(0)
+
+    def _start_close(self, entry: ModelEntry, host: ModelHost, actor: str, grace_s: float) -> asyncio.Task[int]:
+        if entry.closing is None or entry.closing.done():
+            work = self._close_host(entry, host, actor, grace_s)
+            entry.closing = asyncio.create_task(work, name=f"unload {entry.name}")
+            entry.closing.add_done_callback(_retrieve_error)
+        return entry.closing
+
+    async def _close_host(self, entry: ModelEntry, host: ModelHost, actor: str, grace_s: float) -> int:
+        last = host.snapshot()
+        self._enter(entry, ModelState.UNLOADING)
+        try:
+            aborted = await host.close(grace_s)
+        except Exception as error:
+            entry.host = None
+            self._fail(entry, "unload", actor, error)
+            raise
+        entry.host = None
+        self._history.append(
+            HistoryEntry(
+                entry.name, "unload", actor, "committed", from_mode=last.mode, generation=last.generation, hash=last.hash
+            )
+        )
+        self._enter(entry, ModelState.UNLOADED)
+        return aborted
+
+    def _fail(self, entry: ModelEntry, kind: str, actor: str, error: Exception) -> None:
+        log.error("model failed", model=entry.name, during=kind, exc_info=error)
+        reason = str(error) or repr(error)
+        self._history.append(HistoryEntry(entry.name, kind, actor, "rejected", reason))
+        self._enter(entry, ModelState.FAILED, reason)
+
+    def _enter(self, entry: ModelEntry, state: ModelState, reason: str = "") -> None:
+        entry.state, entry.reason = state, reason
+        message = f"model {entry.name} is {state.value}" + (f": {reason}" if reason else "")
+        self._events.publish(f"model.{state.value}", entry.name, message)
+        log.info("model state", model=entry.name, state=state.value)
+
+
+def _loaded(name: str, host: ModelHost, actor: str, build_ms: float) -> HistoryEntry:
+    now = host.snapshot()
+    return HistoryEntry(
+        name,
+        "load",
+        actor,
+        "committed",
+        to_mode=now.mode,
+        generation=now.generation,
+        hash=now.hash,
+        phases_ms={"build": build_ms},
+    )
+
+
+async def _outcome(task: asyncio.Task[T]) -> T:
+    """The result of `task`, which goes on when the waiting is cancelled. Raises UnavailableError if it was stopped."""
+    await asyncio.wait([task])
+    if task.cancelled():
+        raise UnavailableError("the daemon is shutting down")
+    return task.result()
+
+
+async def _cancel_all(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
+    running = [task for task in tasks if task is not None and not task.done()]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+def _retrieve_error(task: asyncio.Task[Any]) -> None:
+    """A failure is told by the state of the model; asyncio need not warn that nobody awaited the task."""
+    if not task.cancelled():
+        task.exception()

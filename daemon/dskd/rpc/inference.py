@@ -1,0 +1,36 @@
+"""The Inference service."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+
+from dskapi.v1 import inference_pb2, inference_pb2_grpc
+from dskd.registry import ModelRegistry
+from dskd.rpc.answer import Answer
+from dskd.rpc.gate import Gate
+from dskd.rpc.interceptor import REQUEST_ID, Context
+from dskd.rpc.parse import parse_request
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Answers requests with the models of a registry."""
+
+    def __init__(self, registry: ModelRegistry, gate: Gate) -> None:
+        self._registry = registry
+        self._gate = gate
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
+        """Streams one answer. A client that goes away, or whose deadline passes, cancels this coroutine."""
+        arrived = time.monotonic()
+        with self._gate.enter():
+            model = self._registry.resolve(request.model)
+            host = model.serving_host
+            parsed = await asyncio.to_thread(parse_request, request, REQUEST_ID.get(), host.codec, host.manifest)
+            answer = Answer(parsed, model.name, host.codec, arrived)
+            async with aclosing(host.generate(parsed.generation)) as outputs:
+                async for output in outputs:
+                    await context.write(answer.respond(output))
+                    if answer.finish:
+                        break

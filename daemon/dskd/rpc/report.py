@@ -1,0 +1,120 @@
+"""States and records of the daemon as messages of the Control protocol."""
+
+from __future__ import annotations
+
+import structlog
+
+from dskapi.v1 import control_pb2
+from dskd.manager.events import Event
+from dskd.manager.types import HistoryEntry, ManagerSnapshot, SwitchReport
+from dskd.registry import ModelEntry
+from dskd.rpc.convert import IN_FLIGHT, MODES, STATES, timestamp
+from dskquant.errors import StoreError
+from dskquant.store import StoreManifest
+
+log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
+
+
+def model_status(entry: ModelEntry) -> control_pb2.ModelStatus:
+    """All there is to know of a model; what only a loaded model has stays unset for the others."""
+    status = control_pb2.ModelStatus(
+        name=entry.name,
+        state=STATES[entry.state],
+        reason=entry.reason,
+        engine=entry.config.engine,
+        path=str(entry.config.path),
+    )
+    if entry.host:
+        status.architecture = entry.host.manifest.architecture
+        status.context_length = entry.host.manifest.context_length
+        _add_snapshot(status, entry.host.snapshot())
+    return status
+
+
+def _add_snapshot(status: control_pb2.ModelStatus, now: ManagerSnapshot) -> None:
+    status.engine = now.engine
+    status.mode = MODES[now.mode]
+    status.generation = now.generation
+    status.hash = now.hash
+    status.running_requests = now.loop.running
+    status.waiting_requests = now.loop.waiting
+    status.kv_blocks_total = now.loop.blocks_total
+    status.kv_blocks_free = now.loop.blocks_free
+    status.kv_cache_bytes = now.kv_cache_bytes
+    status.change_in_progress = now.change_in_progress
+    for state in now.modes:
+        status.modes.add(
+            mode=MODES[state.mode],
+            resident=state.resident,
+            bytes=state.bytes,
+            tokens=state.tokens,
+            requests=state.requests,
+        )
+
+
+def model_summary(entry: ModelEntry) -> control_pb2.ModelSummary:
+    """One line of a list of models; one whose store cannot be read has no shape."""
+    summary = control_pb2.ModelSummary(name=entry.name, state=STATES[entry.state], path=str(entry.config.path))
+    if entry.host:
+        now = entry.host.snapshot()
+        summary.mode = MODES[now.mode]
+        summary.resident.extend(MODES[state.mode] for state in now.modes if state.resident)
+    manifest = entry.host.manifest if entry.host else _stored_manifest(entry)
+    if manifest:
+        summary.architecture = manifest.architecture
+        summary.parameters = manifest.parameters
+        summary.context_length = manifest.context_length
+    return summary
+
+
+def _stored_manifest(entry: ModelEntry) -> StoreManifest | None:
+    try:
+        return StoreManifest.read(entry.config.path)
+    except StoreError as error:
+        log.warning("store cannot be read", model=entry.name, reason=str(error))
+        return None
+
+
+def switch_response(model: str, report: SwitchReport) -> control_pb2.SwitchPrecisionResponse:
+    return control_pb2.SwitchPrecisionResponse(
+        model=model,
+        from_mode=MODES[report.from_mode],
+        to_mode=MODES[report.to_mode],
+        generation=report.generation,
+        resident=report.resident,
+        done=report.done,
+        flip_us=report.flip_us,
+        prepare_ms=report.prepare_ms,
+        total_ms=report.total_ms,
+    )
+
+
+def history_entry(entry: HistoryEntry) -> control_pb2.HistoryEntry:
+    return control_pb2.HistoryEntry(
+        sequence=entry.sequence,
+        time=timestamp(entry.time),
+        model=entry.model,
+        kind=entry.kind,
+        actor=entry.actor,
+        from_mode=MODES[entry.from_mode] if entry.from_mode else None,
+        to_mode=MODES[entry.to_mode] if entry.to_mode else None,
+        generation=entry.generation,
+        hash=entry.hash,
+        in_flight=IN_FLIGHT[entry.in_flight] if entry.in_flight else None,
+        outcome=entry.outcome,
+        reason=entry.reason,
+        phases_ms=entry.phases_ms,
+        flip_us=entry.flip_us,
+    )
+
+
+def event_message(event: Event) -> control_pb2.Event:
+    message = control_pb2.Event(
+        sequence=event.sequence,
+        time=timestamp(event.time),
+        kind=event.kind,
+        model=event.model,
+        message=event.message,
+    )
+    message.fields.update(event.fields)
+    return message

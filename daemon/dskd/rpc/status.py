@@ -1,0 +1,78 @@
+"""The one place that turns errors into gRPC statuses with details (google.rpc, google/rpc/error_details.proto)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2 as details
+from google.rpc.status_pb2 import Status
+
+from dskd.errors import (
+    DskdError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnknownModelError,
+)
+from dskquant.errors import QuantError
+
+LONGEST_MESSAGE = 1_000  # characters; message and details travel in HTTP/2 headers, which hold 8 KiB
+DOMAIN = "dskd"
+
+
+def status_of(error: Exception, error_id: str) -> Status:
+    """The status a client gets for `error`; of an unexpected one it learns `error_id` alone, which the log explains."""
+    if not is_expected(error):
+        status = Status(code=grpc.StatusCode.INTERNAL.value[0], message=f"internal error {error_id}; the log tells more")
+        _attach(status, details.ErrorInfo(reason="INTERNAL", domain=DOMAIN, metadata={"error_id": error_id}))
+        return status
+    status = Status(code=_code(error).value[0], message=_cut(str(error)))
+    for detail in _details(error):
+        _attach(status, detail)
+    return status
+
+
+def is_expected(error: Exception) -> bool:
+    """Raised on purpose, with a message meant for the client."""
+    return isinstance(error, (DskdError, QuantError))
+
+
+def _code(error: Exception) -> grpc.StatusCode:
+    """A model or its store that is not as it should be (QuantError) has to be repaired before trying again."""
+    return grpc.StatusCode[error.code] if isinstance(error, DskdError) else grpc.StatusCode.FAILED_PRECONDITION
+
+
+def _details(error: Exception) -> Iterator[Message]:
+    text = _cut(str(error))
+    if isinstance(error, InvalidArgumentError):
+        violation = details.BadRequest.FieldViolation(field=error.field, description=_cut(error.description))
+        yield details.BadRequest(field_violations=[violation])
+    elif isinstance(error, UnknownModelError):
+        known = _cut(f"known: {', '.join(error.known) or 'none'}")
+        yield details.ResourceInfo(resource_type="model", resource_name=_cut(error.name), description=known)
+    elif isinstance(error, FailedPreconditionError):
+        yield _precondition("STATE", error.subject, text)
+    elif isinstance(error, QuantError):
+        yield _precondition("MODEL", type(error).__name__, text)
+    elif isinstance(error, ResourceExhaustedError):
+        yield details.QuotaFailure(violations=[details.QuotaFailure.Violation(subject=error.resource, description=text)])
+        if error.retry_after_s is not None:
+            delay = Duration()
+            delay.FromMilliseconds(round(error.retry_after_s * 1e3))
+            yield details.RetryInfo(retry_delay=delay)
+
+
+def _precondition(kind: str, subject: str, description: str) -> Message:
+    violation = details.PreconditionFailure.Violation(type=kind, subject=subject, description=description)
+    return details.PreconditionFailure(violations=[violation])
+
+
+def _attach(status: Status, detail: Message) -> None:
+    status.details.add().Pack(detail)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_MESSAGE else text[: LONGEST_MESSAGE - 3] + "..."

@@ -1,0 +1,86 @@
+"""The OpenVINO CPU engine. The only package that imports openvino."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import openvino as ov
+
+from dskquant import parameter_set
+from dskquant.engines.openvino.graph import OpenVINOCache, OpenVINOGraph
+from dskquant.engines.openvino.ir import Weight, find_weights, read_ir
+from dskquant.engines.openvino.paged import keep_wanted_logits, to_paged
+from dskquant.engines.openvino.plane_rewrite import use_planes
+from dskquant.engines.protocol import CompileOptions, WeightSource, graph_key
+from dskquant.errors import StoreError
+from dskquant.modes import QUANTIZED, PrecisionMode
+from dskquant.store import DEFAULT_PARAMETER_SET, StoreManifest
+
+WORKSPACE_BYTES = 256 << 20
+"""Room for activations and for what the compiler needs beside the weights."""
+
+
+class OpenVINOEngine:
+    """Makes paged graphs for the CPU plugin of OpenVINO."""
+
+    name = "openvino"
+
+    def weights(self, store: Path) -> Sequence[WeightSource]:
+        return find_weights(read_ir(store))
+
+    def compile(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> OpenVINOGraph:
+        modes = frozenset(modes)
+        if not modes or modes - graph_key(next(iter(modes))):
+            raise ValueError(f"no single graph serves {sorted(mode.value for mode in modes)}")
+        manifest = StoreManifest.read(store)
+        model = read_ir(store)
+        to_paged(model, manifest.num_layers)
+        keep_wanted_logits(model)
+        keep_alive: list[Any] = []
+        if modes <= QUANTIZED:
+            keep_alive = use_planes(model, parameter_set.read(store / DEFAULT_PARAMETER_SET))
+        try:
+            compiled = ov.Core().compile_model(model, "CPU", _properties(modes, options))
+        except RuntimeError as error:
+            raise StoreError(f"{store}: the engine cannot compile the model: {error}") from error
+        return OpenVINOGraph(compiled, graph_key(next(iter(modes))), _weight_bytes(manifest, modes), keep_alive)
+
+    def estimate_bytes(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> int:
+        return _weight_bytes(StoreManifest.read(store), modes) + WORKSPACE_BYTES
+
+    def allocate_cache(self, graph: OpenVINOGraph, num_blocks: int) -> OpenVINOCache:
+        return OpenVINOCache(graph.cache_layout, num_blocks)
+
+    def cache_block_bytes(self, graph: OpenVINOGraph) -> int:
+        return OpenVINOCache(graph.cache_layout, 1).nbytes
+
+
+def _properties(modes: frozenset[PrecisionMode], options: CompileOptions) -> dict[str, Any]:
+    quantized = modes <= QUANTIZED
+    return {
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": 1,
+        "INFERENCE_NUM_THREADS": options.threads or os.cpu_count(),
+        "INFERENCE_PRECISION_HINT": _half_type() if PrecisionMode.FP16 in modes else "f32",
+        "KV_CACHE_PRECISION": options.kv_precision,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": options.activation_group if quantized else 0,
+    }
+
+
+def _half_type() -> str:
+    """The 16-bit arithmetic this CPU has; float32 where it has none."""
+    capabilities = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return next((name.lower() for name in ("BF16", "FP16") if name in capabilities), "f32").replace("fp16", "f16")
+
+
+def _weight_bytes(manifest: StoreManifest, modes: Collection[PrecisionMode]) -> int:
+    """Memory of the packed weights. Planes: 2 x 4 bit, and a scale and a zero-point a group of 64 and plane; the rest 8 bit."""
+    if frozenset(modes) <= QUANTIZED:
+        return int(manifest.parameters * 1.1)
+    return manifest.parameters * (2 if PrecisionMode.FP16 in modes else 4)
+
+
+__all__ = ["OpenVINOEngine", "Weight"]

@@ -1,0 +1,82 @@
+"""Compiled paged graphs and their KV cache on the OpenVINO CPU plugin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import openvino as ov
+
+from dskquant.engines.openvino.paged import LOGIT_ROWS
+from dskquant.engines.openvino.plane_rewrite import RESIDUAL_ROWS
+from dskquant.engines.protocol import Logits, StepBatch
+from dskquant.modes import PrecisionMode
+
+BLOCK_SIZE = 32
+"""Tokens in a cache block of the CPU plugin."""
+
+
+class OpenVINOCache:
+    """Key and value tensors of every layer, in blocks of `BLOCK_SIZE` tokens."""
+
+    block_size = BLOCK_SIZE
+
+    def __init__(self, layout: dict[str, tuple[ov.Type, list[int]]], num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.tensors = {name: ov.Tensor(kind, ov.Shape([num_blocks, *shape])) for name, (kind, shape) in layout.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.byte_size for tensor in self.tensors.values())
+
+
+class OpenVINOGraph:
+    """One compiled model and the request that runs it."""
+
+    def __init__(
+        self, compiled: ov.CompiledModel, modes: frozenset[PrecisionMode], resident_bytes: int, keep_alive: list[Any]
+    ) -> None:
+        self.modes = modes
+        self.resident_bytes = resident_bytes
+        self._keep_alive = keep_alive
+        self._request = compiled.create_infer_request()
+        self._has_residual = any(RESIDUAL_ROWS in port.names for port in compiled.inputs)
+        self.cache_layout = _cache_layout(compiled)
+
+    def bind(self, cache: OpenVINOCache) -> None:
+        for name, tensor in cache.tensors.items():
+            self._request.set_tensor(name, tensor)
+
+    def run(self, batch: StepBatch) -> Logits:
+        inputs = {
+            "input_ids": batch.token_ids,
+            "position_ids": batch.positions,
+            "past_lens": batch.past_lens,
+            "subsequence_begins": batch.subsequence_begins,
+            "block_indices": batch.block_indices,
+            "block_indices_begins": batch.block_indices_begins,
+            "max_context_len": np.array(batch.max_context_len, np.int32),
+            LOGIT_ROWS: batch.logit_rows,
+        }
+        if self._has_residual:
+            inputs[RESIDUAL_ROWS] = batch.residual_rows
+        for name, array in inputs.items():
+            self._request.set_tensor(name, ov.Tensor(array, shared_memory=True))
+        self._request.start_async()
+        self._request.wait()
+        logits = self._request.get_output_tensor(0).data
+        return logits.reshape(len(batch.logit_rows), -1)
+
+    def close(self) -> None:
+        del self._request
+        self._keep_alive.clear()
+
+
+def _cache_layout(compiled: ov.CompiledModel) -> dict[str, tuple[ov.Type, list[int]]]:
+    """Type and shape of one block of every cache tensor, as the compiled ports tell them."""
+    layout = {}
+    for port in compiled.inputs:
+        name = port.any_name
+        if name.startswith(("key_cache.", "value_cache.")):
+            layout[name] = (port.element_type, [dimension.get_length() for dimension in list(port.partial_shape)[1:]])
+    return layout

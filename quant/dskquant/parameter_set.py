@@ -1,0 +1,211 @@
+"""Parameter sets: the scales, zero-points and codes of every quantized tensor of a model, with a manifest.
+
+    SET/
+      manifest.json              format, the weights it was made for, the scheme of each tensor, SHA-256 of each file
+      planes-00001.safetensors   the tensors, in files of about 512 MiB
+
+A linear layer W [N, K] has `W.base.*` and `W.residual.*`, an 8-bit tensor `W.*`, where * is
+`codes` (uint8; two 4-bit codes a byte [N, K/2], low half first, or [N, K] for 8 bit), `scales` (float16 [N, G]) and
+`zero_points` (uint8 [N, G], one a byte).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from dskquant.engines import load_engine
+from dskquant.engines.protocol import WeightSource
+from dskquant.errors import SchemeError, StoreError
+from dskquant.mapped_safetensors import MappedSafetensors
+from dskquant.planes import Float32, QuantizedMatrix, pack_u4, quantize, quantize_planes
+from dskquant.scheme import Role, Scheme, TensorScheme
+from dskquant.store import MANIFEST, StoreManifest, file_sha256
+
+FORMAT_VERSION = 1
+FILE_BYTES = 512 << 20
+PLANES = ("base", "residual")
+
+Tensors = dict[str, NDArray[Any]]
+Progress = Callable[[str, int, int], None]
+"""Called with what is done, how many of its parts are done, and how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class MappedMatrix:
+    """A quantized matrix as it lies in the file: codes packed as the file packs them, all of it mapped, not read."""
+
+    codes: NDArray[np.uint8]
+    scales: NDArray[np.float16]
+    zero_points: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSet:
+    """A parameter set on disk; its tensors are mapped when asked for."""
+
+    directory: Path
+    model_id: str
+    weights_sha256: str  # of the stored weights it was made for
+    tensors: dict[str, TensorScheme]
+    sha256: dict[str, str]  # file name -> hex digest
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def hash(self) -> str:
+        """Identity of the set: hex SHA-256 over its manifest, which holds the digests of its files."""
+        return hashlib.sha256(self._manifest_text().encode()).hexdigest()
+
+    def matrices(self) -> MatrixReader:
+        """Opens the files of the set."""
+        return MatrixReader([MappedSafetensors(self.directory / name) for name in self.sha256])
+
+    def write_manifest(self) -> None:
+        (self.directory / MANIFEST).write_text(self._manifest_text(), encoding="utf-8")
+
+    def _manifest_text(self) -> str:
+        tensors = {
+            name: {
+                "role": scheme.role.value,
+                "shape": list(scheme.shape),
+                "bits": scheme.bits,
+                "group_size": scheme.group_size,
+                "symmetric": scheme.symmetric,
+                "always_residual": scheme.always_residual,
+            }
+            for name, scheme in self.tensors.items()
+        }
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "model_id": self.model_id,
+            "weights_sha256": self.weights_sha256,
+            "tensors": tensors,
+            "sha256": self.sha256,
+            "provenance": self.provenance,
+        }
+        return json.dumps(manifest, indent=2, sort_keys=True) + "\n"
+
+
+class MatrixReader:
+    """Looks matrices up by tensor name in the mapped files of a set."""
+
+    def __init__(self, files: Iterable[MappedSafetensors]) -> None:
+        self._files = {name: file for file in files for name in file.names}
+
+    def plane(self, tensor: str, plane: str) -> MappedMatrix:
+        """The `plane` ("base" or "residual") of a linear layer. Raises StoreError when the set lacks it."""
+        return self._matrix(f"{tensor}.{plane}")
+
+    def eight_bit(self, tensor: str) -> MappedMatrix:
+        """An embedding or lm_head. Raises StoreError when the set lacks it."""
+        return self._matrix(tensor)
+
+    def _matrix(self, prefix: str) -> MappedMatrix:
+        return MappedMatrix(*(self._array(f"{prefix}.{part}") for part in ("codes", "scales", "zero_points")))
+
+    def _array(self, name: str) -> NDArray[Any]:
+        if name not in self._files:
+            raise StoreError(f"the parameter set has no tensor {name}")
+        return self._files[name].array(name)
+
+
+def read(directory: Path) -> ParameterSet:
+    """Reads the manifest of a set. Raises StoreError when it is missing, damaged or of another version."""
+    path = directory / MANIFEST
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw["format_version"] != FORMAT_VERSION:
+            raise StoreError(f"{path}: format_version {raw['format_version']}; this version reads {FORMAT_VERSION}")
+        tensors = {
+            name: TensorScheme(
+                Role(item["role"]), tuple(item["shape"]), item["group_size"], item["symmetric"], item["always_residual"]
+            )
+            for name, item in raw["tensors"].items()
+        }
+        return ParameterSet(
+            directory, raw["model_id"], raw["weights_sha256"], tensors, raw["sha256"], raw["provenance"]
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{path}: not a readable parameter set: {type(error).__name__}: {error}") from error
+
+
+def create(store: Path, scheme: Scheme, destination: Path, progress: Progress) -> ParameterSet:
+    """Quantizes the weights of `store` to nearest by `scheme` and writes the set into the new directory `destination`.
+
+    Memory is bounded by one file of the set and one tensor. Raises SchemeError, naming the tensor, where the scheme does
+    not fit one, and StoreError when the store cannot be read.
+    """
+    manifest = StoreManifest.read(store)
+    weights = load_engine("openvino").weights(store)
+    destination.mkdir(parents=True)
+    writer = _SetWriter(destination)
+    tensors: dict[str, TensorScheme] = {}
+    for done, weight in enumerate(weights):
+        progress(f"quantizing {weight.name}", done, len(weights))
+        tensors[weight.name] = scheme.for_tensor(weight.name, weight.role, weight.shape)
+        writer.add(quantize_tensor(weight, tensors[weight.name]))
+    writer.flush()
+    progress("quantized", len(weights), len(weights))
+    provenance = {"method": "round to nearest"}
+    made = ParameterSet(
+        destination, manifest.model_id, manifest.weights_sha256, tensors, writer.sha256, provenance
+    )
+    made.write_manifest()
+    return made
+
+
+def quantize_tensor(weight: WeightSource, scheme: TensorScheme) -> Tensors:
+    """The tensors of the set that stand for one weight matrix."""
+    try:
+        pieces = [_quantize_piece(rows, scheme) for rows in weight.pieces()]
+    except SchemeError as error:
+        raise SchemeError(f"{weight.name}: {error}") from error
+    joined = {part: np.concatenate([piece[part] for piece in pieces]) for part in pieces[0]}
+    return {f"{weight.name}.{part}": array for part, array in joined.items()}
+
+
+def _quantize_piece(rows: Float32, scheme: TensorScheme) -> Tensors:
+    if scheme.role is Role.LINEAR:
+        planes = quantize_planes(rows, scheme.group_size, scheme.symmetric)
+        parts = [_parts(f"{name}.", plane, pack_u4(plane.codes)) for name, plane in zip(PLANES, planes, strict=True)]
+        return {**parts[0], **parts[1]}
+    matrix = quantize(rows, 8, scheme.group_size, scheme.symmetric)
+    return _parts("", matrix, matrix.codes)
+
+
+def _parts(prefix: str, matrix: QuantizedMatrix, codes: NDArray[np.uint8]) -> Tensors:
+    return {
+        f"{prefix}codes": codes,
+        f"{prefix}scales": matrix.scales,
+        f"{prefix}zero_points": matrix.zero_points,
+    }
+
+
+class _SetWriter:
+    """Collects tensors and writes a file whenever enough have come together."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._pending: Tensors = {}
+        self.sha256: dict[str, str] = {}
+
+    def add(self, tensors: Tensors) -> None:
+        self._pending.update(tensors)
+        if sum(array.nbytes for array in self._pending.values()) >= FILE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._pending:
+            return
+        path = self._directory / f"planes-{len(self.sha256) + 1:05d}.safetensors"
+        save_file(self._pending, path)
+        self.sha256[path.name] = file_sha256(path)
+        self._pending = {}

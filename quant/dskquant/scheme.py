@@ -1,0 +1,56 @@
+"""How the tensors of a model are quantized: one scheme for the model, rules for single layers."""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+from dataclasses import dataclass
+
+from dskquant.errors import SchemeError
+
+GROUP_SIZES = (32, 64, 128, 0)
+"""Allowed group sizes; 0 is one group per channel (row)."""
+
+
+class Role(enum.Enum):
+    """What a weight matrix is used for, which decides how it is quantized."""
+
+    LINEAR = "linear"  # base + residual planes
+    EMBEDDING = "embedding"  # 8 bit, one group a row; may also be the lm_head (tied)
+    LM_HEAD = "lm_head"  # 8 bit, one group a row
+
+
+@dataclass(frozen=True, slots=True)
+class TensorScheme:
+    """How one tensor is quantized."""
+
+    role: Role
+    shape: tuple[int, int]  # [N, K]
+    group_size: int
+    symmetric: bool
+    always_residual: bool = False  # the layer uses base + residual in every quantized mode
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code: of each plane for a linear layer."""
+        return 4 if self.role is Role.LINEAR else 8
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a model is quantized. `int8_layers` are shell patterns of tensor names that never run on the base plane alone."""
+
+    group_size: int = 64
+    symmetric: bool = False
+    int8_layers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.group_size not in GROUP_SIZES:
+            raise SchemeError(f"group_size {self.group_size}: allowed are {', '.join(map(str, GROUP_SIZES))} (0: per channel)")
+
+    def for_tensor(self, name: str, role: Role, shape: tuple[int, int]) -> TensorScheme:
+        """The scheme of the tensor `name`."""
+        if role is not Role.LINEAR:
+            return TensorScheme(role, shape, group_size=0, symmetric=False)
+        always_residual = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.int8_layers)
+        return TensorScheme(role, shape, self.group_size, self.symmetric, always_residual)
