@@ -55,7 +55,6 @@ def status_lines(status: Status) -> list[str]:
 
 _KNOWN_DETAILS = (
     details_pb2.BadRequest,
-    details_pb2.ErrorInfo,
     details_pb2.PreconditionFailure,
     details_pb2.QuotaFailure,
     details_pb2.ResourceInfo,
@@ -77,8 +76,6 @@ def _addition(detail: object) -> list[str]:
         return [f"try again in {detail.retry_delay.ToTimedelta().total_seconds():g} s"]
     if isinstance(detail, details_pb2.ResourceInfo):
         return [detail.description] if detail.description else []
-    if isinstance(detail, details_pb2.ErrorInfo):
-        return [f"{key}: {value}" for key, value in sorted(detail.metadata.items()) if value]
     if isinstance(detail, details_pb2.PreconditionFailure | details_pb2.QuotaFailure):
         return [item.description for item in detail.violations if item.description]
     return []

@@ -159,7 +159,10 @@ class Config:
     def problems(self) -> Problems:
         for name in self.models:
             if not MODEL_NAME.fullmatch(name):
-                yield f"models.{name}", "a name has letters, digits, '.', '_' and '-', and starts with a letter or digit"
+                yield (
+                    f"models.{name}",
+                    "a name has letters, digits, '.', '_' and '-', and starts with a letter or digit",
+                )
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Config:

@@ -22,6 +22,8 @@ log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 
 T = TypeVar("T")
 
+SHUTTING_DOWN = "the daemon is shutting down"
+
 
 @dataclass(slots=True)
 class ModelEntry:
@@ -59,6 +61,7 @@ class ModelRegistry:
         self._make_host = make_host
         self._events = events
         self._history = history
+        self._closed = False
 
     def entries(self) -> list[ModelEntry]:
         """All known models in name order."""
@@ -78,7 +81,9 @@ class ModelRegistry:
         if len(loaded) == 1:
             return loaded[0]
         names = ", ".join(entry.name for entry in loaded)
-        raise InvalidArgumentError("model", f"name one of the loaded models: {names}" if names else "no model is loaded")
+        raise InvalidArgumentError(
+            "model", f"name one of the loaded models: {names}" if names else "no model is loaded"
+        )
 
     def add(self, name: str, config: ModelConfig) -> None:
         """Makes a model known. Raises InvalidArgumentError when the name belongs to one with another configuration."""
@@ -93,9 +98,11 @@ class ModelRegistry:
     def start_load(self, name: str, actor: str) -> asyncio.Task[None]:
         """Begins to load a model; the task ends when it serves, or raises why it cannot.
 
-        Raises FailedPreconditionError unless the model is unloaded or failed.
+        Raises FailedPreconditionError unless the model is unloaded or failed, UnavailableError after `close`.
         """
         entry = self.get(name)
+        if self._closed:
+            raise UnavailableError(SHUTTING_DOWN)
         if entry.state not in LOADABLE:
             raise FailedPreconditionError(f"models/{name}", f"model {name!r} is {entry.state.value} already")
         self._enter(entry, ModelState.LOADING)
@@ -129,10 +136,12 @@ class ModelRegistry:
         return await _outcome(self._start_close(entry, entry.host, actor, grace_s))
 
     async def close(self, grace_s: float) -> int:
-        """Stops the loads and unloads every model. Returns how many requests were aborted."""
+        """Stops the loads, unloads every model, and loads no more. Returns how many requests were aborted."""
+        self._closed = True
         await _cancel_all(entry.loading for entry in self._entries.values())
         closings = [self._start_close(entry, entry.host, "daemon", grace_s) for entry in self.entries() if entry.host]
-        return sum([await _outcome(closing) for closing in closings])
+        outcomes = await asyncio.gather(*map(_outcome, closings), return_exceptions=True)  # failures are logged by now
+        return sum(outcome for outcome in outcomes if isinstance(outcome, int))
 
     async def abort(self) -> int:
         """Like `close` without any grace, not even for models that are being unloaded with one."""
@@ -158,7 +167,13 @@ class ModelRegistry:
         entry.host = None
         self._history.append(
             HistoryEntry(
-                entry.name, "unload", actor, "committed", from_mode=last.mode, generation=last.generation, hash=last.hash
+                entry.name,
+                "unload",
+                actor,
+                "committed",
+                from_mode=last.mode,
+                generation=last.generation,
+                hash=last.hash,
             )
         )
         self._enter(entry, ModelState.UNLOADED)
@@ -195,7 +210,7 @@ async def _outcome(task: asyncio.Task[T]) -> T:
     """The result of `task`, which goes on when the waiting is cancelled. Raises UnavailableError if it was stopped."""
     await asyncio.wait([task])
     if task.cancelled():
-        raise UnavailableError("the daemon is shutting down")
+        raise UnavailableError(SHUTTING_DOWN)
     return task.result()
 
 

@@ -138,10 +138,10 @@ def read(directory: Path) -> ParameterSet:
 
 
 def create(store: Path, scheme: Scheme, destination: Path, progress: Progress) -> ParameterSet:
-    """Quantizes the weights of `store` to nearest by `scheme` and writes the set into the new directory `destination`.
+    """Quantizes the weights of `store` to nearest by `scheme` and writes them into the new directory `destination`.
 
-    Memory is bounded by one file of the set and one tensor. Raises SchemeError, naming the tensor, where the scheme does
-    not fit one, and StoreError when the store cannot be read.
+    Memory is bounded by one file of the set and one tensor. Raises SchemeError, naming the tensor, where the scheme
+    does not fit one, and StoreError when the store cannot be read.
     """
     manifest = StoreManifest.read(store)
     weights = load_engine("openvino").weights(store)
@@ -155,9 +155,7 @@ def create(store: Path, scheme: Scheme, destination: Path, progress: Progress) -
     writer.flush()
     progress("quantized", len(weights), len(weights))
     provenance = {"method": "round to nearest"}
-    made = ParameterSet(
-        destination, manifest.model_id, manifest.weights_sha256, tensors, writer.sha256, provenance
-    )
+    made = ParameterSet(destination, manifest.model_id, manifest.weights_sha256, tensors, writer.sha256, provenance)
     made.write_manifest()
     return made
 

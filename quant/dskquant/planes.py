@@ -2,10 +2,11 @@
 
 A row of W [N, K] is cut into groups of `group_size` weights. Each group has a scale s > 0 (float16) and a zero-point z,
 and a weight w is kept as the code q = clip(round(w / s) + z, 0, 2^bits - 1); its dequantized value is (q - z) * s
-(Jacob et al. 2018, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", eq. 1).
+(Jacob et al. 2018, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference",
+equation 1).
 
-The *base* plane quantizes W to 4 bits. The *residual* plane quantizes what is left, W - dequantized(base), to 4 bits with
-scales of its own. INT4 uses the base alone, INT8 the sum of both: one copy of the weights serves two precisions.
+The *base* plane quantizes W to 4 bits. The *residual* plane quantizes what is left, W - dequantized(base), to 4 bits
+with scales of its own. INT4 uses the base alone, INT8 the sum of both: one copy of the weights serves two precisions.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def group_length(columns: int, group_size: int) -> int:
 
 
 def quantize(weights: Float32, bits: int, group_size: int, symmetric: bool) -> QuantizedMatrix:
-    """Rounds `weights` [N, K] to the nearest codes of `bits` (at most 8) bits, groups spanning the range of their weights.
+    """Rounds `weights` [N, K] to codes of `bits` (at most 8) bits; each group spans the range of its weights.
 
     Symmetric groups have their zero-point in the middle of the code range. Raises SchemeError when groups do not
     divide K or a scale does not fit float16.
@@ -97,7 +98,8 @@ def _symmetric_range(grouped: Float32, bits: int) -> tuple[Float16, UInt8]:
 def _as_scales(scales: NDArray[Any]) -> Float16:
     if scales.max(initial=0) > LARGEST_SCALE:
         raise SchemeError(f"a scale of {scales.max():.3g} does not fit float16 (largest: {LARGEST_SCALE:.0f})")
-    return np.maximum(scales, SMALLEST_SCALE).astype(np.float16)
+    fitting: Float16 = np.maximum(scales, SMALLEST_SCALE).astype(np.float16)
+    return fitting
 
 
 def _round_to_codes(grouped: Float32, scales: Float16, zero_points: UInt8, bits: int) -> UInt8:
@@ -110,7 +112,7 @@ def _round_to_codes(grouped: Float32, scales: Float16, zero_points: UInt8, bits:
 
 def pack_u4(codes: UInt8) -> UInt8:
     """Two 4-bit codes a byte, the first in the low half; the last axis (of even length) shrinks to half."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
 
 
 def unpack_u4(packed: UInt8) -> UInt8:

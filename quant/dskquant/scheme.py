@@ -38,7 +38,7 @@ class TensorScheme:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a model is quantized. `int8_layers` are shell patterns of tensor names that never run on the base plane alone."""
+    """How a model is quantized. Tensors that match one of the shell patterns `int8_layers` never use the base alone."""
 
     group_size: int = 64
     symmetric: bool = False
@@ -46,7 +46,9 @@ class Scheme:
 
     def __post_init__(self) -> None:
         if self.group_size not in GROUP_SIZES:
-            raise SchemeError(f"group_size {self.group_size}: allowed are {', '.join(map(str, GROUP_SIZES))} (0: per channel)")
+            raise SchemeError(
+                f"group_size {self.group_size}: allowed are {', '.join(map(str, GROUP_SIZES))} (0: per channel)"
+            )
 
     def for_tensor(self, name: str, role: Role, shape: tuple[int, int]) -> TensorScheme:
         """The scheme of the tensor `name`."""

@@ -1,13 +1,14 @@
 """The model store: one directory per model, written once by `dskquant convert`, read by everything else.
 
-    STORE/
-      manifest.json                 what this is (`StoreManifest`)
-      openvino_model.xml, .bin      standard stateful OpenVINO IR in the dtype of the source
-      config.json                   the Hugging Face configuration of the model
-      generation_config.json        its special tokens
-      tokenizer.json                for the `tokenizers` library
-      chat_template.jinja           where the source has one
-      parameter_sets/default/       scales, zero-points and codes of both planes (`dskquant.parameter_set`)
+STORE/
+  manifest.json                 what this is (`StoreManifest`)
+  openvino_model.xml, .bin      standard stateful OpenVINO IR in the dtype of the source
+  config.json                   the Hugging Face configuration of the model
+  generation_config.json        its special tokens
+  tokenizer.json                for the `tokenizers` library
+  chat_template.jinja           where the source has one
+  golden.safetensors            logits of the reference on the golden prompts (`dskquant.golden`), if it fitted into memory
+  parameter_sets/default/       scales, zero-points and codes of both planes (`dskquant.parameter_set`)
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+GOLDEN = "golden.safetensors"
 DEFAULT_PARAMETER_SET = Path("parameter_sets") / "default"
 
 

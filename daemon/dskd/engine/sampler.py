@@ -52,42 +52,19 @@ class TokenSampler:
 
     def draw(self, logits: Logits) -> Draw:
         """The next token from its finite logits [vocabulary]."""
-        token = self._choose(self.weights(logits))
-        if self._params.repetition_penalty != 1.0:
+        scores: Float64 = logits.astype(np.float64)
+        penalty = self._params.repetition_penalty
+        if penalty != 1.0:
+            penalise(scores, self._seen, penalty)
+        greedy = self._params.temperature == 0.0
+        token = int(scores.argmax()) if greedy else pick(token_weights(scores, self._params), self._random.random())
+        if penalty != 1.0:
             self._seen.append(token)
         if self._top_logprobs == 0:
             return Draw(token)
         logprobs = log_softmax(logits)
         top = heaviest(logprobs, self._top_logprobs)
         return Draw(token, float(logprobs[token]), tuple(zip(top.tolist(), logprobs[top].tolist(), strict=True)))
-
-    def weights(self, logits: Logits) -> Float64:
-        """How likely each token is to be drawn [vocabulary]: 1 for the likeliest, 0 for what is filtered out; no sum of 1."""
-        params = self._params
-        scores: Float64 = logits.astype(np.float64)
-        if params.repetition_penalty != 1.0:
-            penalise(scores, self._seen, params.repetition_penalty)
-        scores -= scores.max()
-        if params.temperature == 0.0:
-            return (scores == 0.0).astype(np.float64)
-        # Whatever is too unlikely for a float64 at this temperature has weight 0.
-        with np.errstate(over="ignore", under="ignore"):
-            weights = np.exp(scores / params.temperature)
-        if 0 < params.top_k < len(weights):
-            weights = keep_top_k(weights, params.top_k)
-        if params.top_p < 1.0:
-            weights = keep_top_p(weights, params.top_p)
-        if params.min_p > 0.0:
-            weights[weights < params.min_p] = 0.0  # the greatest weight is 1
-        return weights
-
-    def _choose(self, weights: Float64) -> int:
-        if self._params.temperature == 0.0:
-            return int(weights.argmax())
-        cumulative = weights.cumsum()
-        # Below the total even if the product is rounded up, so that no token of weight 0 is drawn.
-        point = min(self._random.random() * cumulative[-1], np.nextafter(cumulative[-1], 0.0))
-        return int(cumulative.searchsorted(point, side="right"))
 
 
 def draw_tokens(logits: Logits, samplers: Sequence[TokenSampler]) -> list[Draw | NonFiniteLogitsError]:
@@ -103,6 +80,29 @@ def draw_tokens(logits: Logits, samplers: Sequence[TokenSampler]) -> list[Draw |
         (Draw(token) if sampler.is_plain else sampler.draw(row)) if finite else NonFiniteLogitsError()
         for token, finite, row, sampler in zip(best.tolist(), is_finite.tolist(), logits, samplers, strict=True)
     ]
+
+
+def token_weights(scores: Float64, params: SamplingParams) -> Float64:
+    """How likely each token is to be drawn [vocabulary]: 1 for the likeliest, 0 for what is filtered out; no sum of 1.
+
+    `scores` are the logits after the repetition penalty; the temperature is not 0.
+    """
+    # Whatever is too unlikely for a float64 at this temperature has weight 0.
+    with np.errstate(over="ignore", under="ignore"):
+        weights: Float64 = np.exp((scores - scores.max()) / params.temperature)
+    if 0 < params.top_k < len(weights):
+        weights = keep_top_k(weights, params.top_k)
+    if params.top_p < 1.0:
+        weights = keep_top_p(weights, params.top_p)
+    return np.where(weights >= params.min_p, weights, 0.0)  # the greatest weight is 1
+
+
+def pick(weights: Float64, share: float) -> int:
+    """The token at which the running sum of `weights` passes `share` (in [0, 1)) of their total."""
+    cumulative = weights.cumsum()
+    # Below the total even if the product is rounded up, so that no token of weight 0 is picked.
+    point = min(share * cumulative[-1], np.nextafter(cumulative[-1], 0.0))
+    return int(cumulative.searchsorted(point, side="right"))
 
 
 def penalise(scores: Float64, seen: Sequence[int], penalty: float) -> None:

@@ -75,7 +75,7 @@ class StepCore:
 
     def submit(self, request: GenerationRequest, arrived: float) -> None:
         """Opens `request`, which came in at `arrived` (seconds of `time.perf_counter`)."""
-        if self._drains:
+        if self._drain_deadline < math.inf:
             raise UnavailableError("the model is being unloaded")
         if request.request_id in self._open:
             raise InvalidArgumentError("request_id", f"{request.request_id!r} is open already")

@@ -95,9 +95,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         started = time.monotonic()
         model = self._registry.resolve(request.model)
         aborted = await self._registry.unload(model.name, _actor(context), self._config.grace_s)
-        return control_pb2.UnloadModelResponse(
-            model=model.name, aborted_requests=aborted, unload_ms=_ms_since(started)
-        )
+        return control_pb2.UnloadModelResponse(model=model.name, aborted_requests=aborted, unload_ms=_ms_since(started))
 
     async def GetHistory(
         self, request: control_pb2.GetHistoryRequest, context: Context

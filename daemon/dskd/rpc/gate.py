@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dskd.errors import ResourceExhaustedError, UnavailableError
+from dskd.registry import SHUTTING_DOWN
 
 RETRY_AFTER_S = 1.0
 
@@ -26,7 +27,7 @@ class Gate:
     def enter(self) -> Iterator[None]:
         """Held while a request is inside. Raises UnavailableError when closed, ResourceExhaustedError when full."""
         if self._closed:
-            raise UnavailableError("the daemon is shutting down")
+            raise UnavailableError(SHUTTING_DOWN)
         if self._inside >= self._limit:
             description = f"{self._inside} requests are open, as many as max_concurrent_requests allows"
             raise ResourceExhaustedError("requests", description, RETRY_AFTER_S)

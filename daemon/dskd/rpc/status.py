@@ -26,7 +26,9 @@ DOMAIN = "dskd"
 def status_of(error: Exception, error_id: str) -> Status:
     """The status a client gets for `error`; of an unexpected one it learns `error_id` alone, which the log explains."""
     if not is_expected(error):
-        status = Status(code=grpc.StatusCode.INTERNAL.value[0], message=f"internal error {error_id}; the log tells more")
+        status = Status(
+            code=grpc.StatusCode.INTERNAL.value[0], message=f"internal error {error_id}; the log tells more"
+        )
         _attach(status, details.ErrorInfo(reason="INTERNAL", domain=DOMAIN, metadata={"error_id": error_id}))
         return status
     status = Status(code=_code(error).value[0], message=_cut(str(error)))
@@ -58,7 +60,9 @@ def _details(error: Exception) -> Iterator[Message]:
     elif isinstance(error, QuantError):
         yield _precondition("MODEL", type(error).__name__, text)
     elif isinstance(error, ResourceExhaustedError):
-        yield details.QuotaFailure(violations=[details.QuotaFailure.Violation(subject=error.resource, description=text)])
+        yield details.QuotaFailure(
+            violations=[details.QuotaFailure.Violation(subject=error.resource, description=text)]
+        )
         if error.retry_after_s is not None:
             delay = Duration()
             delay.FromMilliseconds(round(error.retry_after_s * 1e3))

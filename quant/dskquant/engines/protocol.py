@@ -26,7 +26,7 @@ class StepBatch:
     """One batched run of a graph: prefill chunks and decode tokens of B sequences laid end to end in T tokens.
 
     Sequence b has tokens `subsequence_begins[b]:subsequence_begins[b+1]`, `past_lens[b]` tokens already in the cache,
-    and the cache blocks `block_indices[block_indices_begins[b]:block_indices_begins[b+1]]`, which hold past and new tokens.
+    and the cache blocks `block_indices[block_indices_begins[b]:block_indices_begins[b+1]]` for its past and new tokens.
     """
 
     token_ids: Int64  # [T]
@@ -82,6 +82,15 @@ class Graph(Protocol):
         """Memory its weights hold, in bytes (an estimate made from the tensors)."""
         ...
 
+    @property
+    def cache_block_bytes(self) -> int:
+        """Bytes of one cache block over all layers, keys and values together."""
+        ...
+
+    def allocate_cache(self, num_blocks: int) -> KVCache:
+        """A cache of the layout it was compiled for; pages are taken when they are first written."""
+        ...
+
     def bind(self, cache: KVCache) -> None:
         """Makes `cache` the one that `run` reads and writes. Costs about a millisecond: do it before a flip."""
         ...
@@ -104,13 +113,16 @@ class CompileOptions:
 
     threads: int = 0  # 0: all cores
     kv_precision: str = "u8"  # u8, f16, f32 or bf16
-    activation_group: int = 128  # dynamic INT8 activations per this many inputs (INT4 and INT8 modes); 0: float activations
+    activation_group: int = (
+        128  # dynamic INT8 activations per this many inputs (INT4 and INT8 modes); 0: float activations
+    )
 
 
 class Engine(Protocol):
     """Makes graphs and caches from a model store (see `dskquant.store`)."""
 
     name: str
+    block_size: int  # tokens in one cache block
 
     def weights(self, store: Path) -> Sequence[WeightSource]:
         """The weight matrices of the stored model, in the order of execution."""
@@ -125,14 +137,6 @@ class Engine(Protocol):
 
     def estimate_bytes(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> int:
         """Peak memory that `compile` and the first run will take, in bytes, from the store's manifest alone."""
-        ...
-
-    def allocate_cache(self, graph: Graph, num_blocks: int) -> KVCache:
-        """A cache of the layout that `graph` was compiled for; pages are taken when they are first written."""
-        ...
-
-    def cache_block_bytes(self, graph: Graph) -> int:
-        """Bytes that one block of such a cache takes over all layers, keys and values together."""
         ...
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import openvino as ov
 
 from dskquant import parameter_set
-from dskquant.engines.openvino.graph import OpenVINOCache, OpenVINOGraph
-from dskquant.engines.openvino.ir import Weight, find_weights, read_ir
+from dskquant.engines.openvino.graph import BLOCK_SIZE, OpenVINOGraph
+from dskquant.engines.openvino.ir import find_weights, read_ir
 from dskquant.engines.openvino.paged import keep_wanted_logits, to_paged
 from dskquant.engines.openvino.plane_rewrite import use_planes
 from dskquant.engines.protocol import CompileOptions, WeightSource, graph_key
@@ -27,6 +27,7 @@ class OpenVINOEngine:
     """Makes paged graphs for the CPU plugin of OpenVINO."""
 
     name = "openvino"
+    block_size = BLOCK_SIZE
 
     def weights(self, store: Path) -> Sequence[WeightSource]:
         return find_weights(read_ir(store))
@@ -51,12 +52,6 @@ class OpenVINOEngine:
     def estimate_bytes(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> int:
         return _weight_bytes(StoreManifest.read(store), modes) + WORKSPACE_BYTES
 
-    def allocate_cache(self, graph: OpenVINOGraph, num_blocks: int) -> OpenVINOCache:
-        return OpenVINOCache(graph.cache_layout, num_blocks)
-
-    def cache_block_bytes(self, graph: OpenVINOGraph) -> int:
-        return OpenVINOCache(graph.cache_layout, 1).nbytes
-
 
 def _properties(modes: frozenset[PrecisionMode], options: CompileOptions) -> dict[str, Any]:
     quantized = modes <= QUANTIZED
@@ -77,10 +72,7 @@ def _half_type() -> str:
 
 
 def _weight_bytes(manifest: StoreManifest, modes: Collection[PrecisionMode]) -> int:
-    """Memory of the packed weights. Planes: 2 x 4 bit, and a scale and a zero-point a group of 64 and plane; the rest 8 bit."""
+    """Memory of the packed weights. Planes: 2 x 4 bit, and a scale and a zero-point for every group; the rest 8 bit."""
     if frozenset(modes) <= QUANTIZED:
         return int(manifest.parameters * 1.1)
     return manifest.parameters * (2 if PrecisionMode.FP16 in modes else 4)
-
-
-__all__ = ["OpenVINOEngine", "Weight"]

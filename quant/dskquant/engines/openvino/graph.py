@@ -9,7 +9,7 @@ import openvino as ov
 
 from dskquant.engines.openvino.paged import LOGIT_ROWS
 from dskquant.engines.openvino.plane_rewrite import RESIDUAL_ROWS
-from dskquant.engines.protocol import Logits, StepBatch
+from dskquant.engines.protocol import KVCache, Logits, StepBatch
 from dskquant.modes import PrecisionMode
 
 BLOCK_SIZE = 32
@@ -41,9 +41,18 @@ class OpenVINOGraph:
         self._keep_alive = keep_alive
         self._request = compiled.create_infer_request()
         self._has_residual = any(RESIDUAL_ROWS in port.names for port in compiled.inputs)
-        self.cache_layout = _cache_layout(compiled)
+        self._cache_layout = _cache_layout(compiled)
 
-    def bind(self, cache: OpenVINOCache) -> None:
+    @property
+    def cache_block_bytes(self) -> int:
+        return self.allocate_cache(1).nbytes
+
+    def allocate_cache(self, num_blocks: int) -> OpenVINOCache:
+        return OpenVINOCache(self._cache_layout, num_blocks)
+
+    def bind(self, cache: KVCache) -> None:
+        if not isinstance(cache, OpenVINOCache):
+            raise TypeError(f"an OpenVINO graph cannot use a {type(cache).__name__}")
         for name, tensor in cache.tensors.items():
             self._request.set_tensor(name, tensor)
 
@@ -64,8 +73,8 @@ class OpenVINOGraph:
             self._request.set_tensor(name, ov.Tensor(array, shared_memory=True))
         self._request.start_async()
         self._request.wait()
-        logits = self._request.get_output_tensor(0).data
-        return logits.reshape(len(batch.logit_rows), -1)
+        logits: Logits = self._request.get_output_tensor(0).data.reshape(len(batch.logit_rows), -1)
+        return logits
 
     def close(self) -> None:
         del self._request

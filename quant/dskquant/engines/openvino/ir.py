@@ -69,7 +69,9 @@ def _as_weight(constant: ov.Node) -> Weight | None:
     if len(targets) == 1 and targets[0].get_node().get_type_name() == "Convert":
         source = targets[0].get_node().output(0)
         targets = list(source.get_target_inputs())
-    looked_up = [target for target in targets if target.get_node().get_type_name() == "Gather" and target.get_index() == 0]
+    looked_up = [
+        target for target in targets if target.get_node().get_type_name() == "Gather" and target.get_index() == 0
+    ]
     matmuls = [target.get_node() for target in targets if _multiplies_rows(target)]
     if not looked_up and not matmuls:
         return None
@@ -100,5 +102,5 @@ def _raw_values(constant: ov.Node) -> Any:
 
 def _as_float32(values: Any) -> Float32:
     if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
+        values = (values.astype(np.uint32) << 16).view(np.float32)
     return np.asarray(values, np.float32)

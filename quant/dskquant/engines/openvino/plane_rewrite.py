@@ -1,7 +1,7 @@
 """Puts the planes of a parameter set in the place of the weights of a paged model.
 
-Each linear becomes FC(x, base) + FC(x[rows], residual) scattered back onto its rows: `rows`, an input of the graph, names
-the tokens of the step that are served in INT8. So the precision is chosen per token, and one graph serves both modes.
+Each linear becomes FC(x, base) + FC(x[rows], residual) scattered back onto its rows: `rows`, an input of the graph,
+names the tokens of the step that are served in INT8. So the precision is chosen per token, and one graph serves both.
 Engines fuse the decompression (code - zero-point) * scale into the matrix product.
 """
 
@@ -74,7 +74,7 @@ class _PlaneRewrite:
             matmul.output(0).replace(exact.output(0))
 
     def _select(self, tokens: ov.Output) -> ov.Node:
-        """The INT8 rows of `tokens`, gathered once for all layers that read the same tensor (q, k and v; gate and up)."""
+        """The INT8 rows of `tokens`, gathered once for all layers that read the same tensor (q, k and v; gate, up)."""
         key = (tokens.get_node().get_name(), tokens.get_index())
         if key not in self._selected:
             self._selected[key] = gather_rows(tokens, self._rows)

@@ -1,0 +1,101 @@
+"""The command `dskd`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dskd.address import FORMS
+from dskd.config import SYSTEM_CONFIG, load_config
+from dskd.typed_toml import ConfigError
+from dskd.version import VERSION
+
+OK, FAILED, USAGE = 0, 1, 2
+"""Exit codes; USAGE is that of argparse too."""
+
+EXAMPLES = f"""\
+examples:
+  dskd serve --config etc/dskd.toml
+  dskd serve --config etc/dskd.toml --listen unix:/tmp/dskd.sock --log-format console
+  dskd doctor --config etc/dskd.toml
+
+Addresses: {FORMS}.
+Without --config, {SYSTEM_CONFIG} is read if it exists.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code: 0 done, 1 failed, 2 wrong usage or configuration."""
+    options = _parser().parse_args(arguments)
+    config_path = options.config or (SYSTEM_CONFIG if SYSTEM_CONFIG.exists() else None)
+    try:
+        return _doctor(config_path, options.json) if options.verb == "doctor" else _serve(config_path, options)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"dskd: {config_path or 'command line'}: {problem}", file=sys.stderr)
+        return USAGE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dskd",
+        description="Serves language models on CPUs and switches their precision while answers are generated.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"dskd {VERSION}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="serve | doctor")
+    serve = verbs.add_parser("serve", help="run the daemon until SIGTERM or Ctrl-C")
+    serve.add_argument(
+        "--listen", action="append", metavar="ADDRESS", help="instead of [server] listen; may be repeated"
+    )
+    serve.add_argument("--log-format", choices=("json", "console"), help="instead of [log] format")
+    doctor = verbs.add_parser("doctor", help="check CPU, memory, engines, configuration and model stores")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    for verb in (serve, doctor):
+        verb.add_argument("--config", type=Path, metavar="FILE", help="configuration file (TOML)")
+    return parser
+
+
+def _serve(config_path: Path | None, options: argparse.Namespace) -> int:
+    # Imported here: `dskd doctor` has to work where the engines are not installed.
+    from dskd.listen import StartupError
+    from dskd.log import configure_logging
+    from dskd.model_host import make_model_host
+    from dskd.server import serve
+
+    config = load_config(config_path, _overrides(options))
+    configure_logging(config.log)
+    try:
+        return asyncio.run(serve(config, make_model_host))
+    except StartupError as error:
+        print(f"dskd: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _overrides(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What the command line says instead of the file; relative socket paths start where the command was given."""
+    overrides: dict[str, dict[str, Any]] = {}
+    if options.listen:
+        overrides["server"] = {"listen": [_from_here(address) for address in options.listen]}
+    if options.log_format:
+        overrides["log"] = {"format": options.log_format}
+    return overrides
+
+
+def _from_here(address: str) -> str:
+    if not address.startswith("unix:"):
+        return address
+    return f"unix:{Path.cwd() / address.removeprefix('unix:').removeprefix('//')}"
+
+
+def _doctor(config_path: Path | None, as_json: bool) -> int:
+    from dskd import doctor
+
+    findings = doctor.examine(config_path)
+    print(doctor.as_json(findings) if as_json else doctor.as_text(findings))
+    return FAILED if any(finding.level is doctor.Level.FAILED for finding in findings) else OK

@@ -1,0 +1,159 @@
+"""The life of the daemon: startup, serving, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import suppress
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from dskapi.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from dskd import systemd
+from dskd.address import Address
+from dskd.config import Config
+from dskd.host import HostFactory
+from dskd.listen import bind
+from dskd.manager.events import EventBus
+from dskd.manager.history import History
+from dskd.registry import ModelRegistry
+from dskd.rpc.control import DAEMON_STOPPED, ControlService
+from dskd.rpc.gate import Gate
+from dskd.rpc.inference import InferenceService
+from dskd.rpc.interceptor import CallInterceptor
+from dskd.states import ModelState
+
+log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
+
+LAST_WORDS_S = 1.0
+"""Time for streams to carry their last responses and statuses after the models are gone."""
+
+CLEAN, FORCED = 0, 1
+"""Exit codes: everything finished within the grace period or was told so; a second signal cut it short."""
+
+SERVICES = (
+    inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+    control_pb2.DESCRIPTOR.services_by_name["Control"].full_name,
+    health.SERVICE_NAME,
+    reflection.SERVICE_NAME,
+)
+
+
+class Daemon:
+    """One daemon; `run` is its whole life. Make it inside a running event loop."""
+
+    def __init__(self, config: Config, make_host: HostFactory) -> None:
+        self.config = config
+        self.events = EventBus()
+        self.history = History()
+        self.registry = ModelRegistry(config.models, make_host, self.events, self.history)
+        self.addresses: tuple[Address, ...] = ()  # those really bound
+        self._gate = Gate(config.server.max_concurrent_requests)
+        self._health = health.aio.HealthServicer()
+        self._server = self._make_server()
+        self._stop_asked = asyncio.Event()
+        self._force_asked = asyncio.Event()
+        self._readiness: asyncio.Task[None] | None = None
+
+    async def run(self) -> int:
+        """Serves until `stop` is called; returns the exit code. Raises StartupError when it cannot begin."""
+        try:
+            await self.startup()
+            await self._stop_asked.wait()
+        finally:
+            code = await self.shutdown()
+        return code
+
+    def stop(self) -> None:
+        """Asks for an orderly end; the second call asks for an immediate one."""
+        if self._stop_asked.is_set():
+            self._force_asked.set()
+        self._stop_asked.set()
+
+    async def startup(self) -> None:
+        """Answers on all addresses and begins to load the models; readiness comes with the first that serves."""
+        await self._show_readiness()
+        self.addresses = bind(self._server, self.config.server)
+        await self._server.start()
+        self._readiness = asyncio.create_task(self._follow_readiness(), name="readiness")
+        for name, model in self.config.models.items():
+            if model.load:
+                self.registry.start_load(name, "config")
+        log.info("listening", addresses=[str(address) for address in self.addresses])
+        systemd.notify("READY=1")
+
+    async def shutdown(self) -> int:
+        """Refuses new requests, lets open ones finish within the grace period, and ends."""
+        log.info("stopping", grace_s=self.config.server.grace_s)
+        systemd.notify("STOPPING=1")
+        self._gate.close()
+        await self._health.enter_graceful_shutdown()
+        self.events.publish("daemon.stopping", "", "the daemon is shutting down")
+        forced = await self._drain()
+        self.events.publish(DAEMON_STOPPED, "", "the daemon has stopped")
+        await self._server.stop(0 if forced else LAST_WORDS_S)
+        await self._end_readiness()
+        log.info("stopped", forced=forced)
+        return FORCED if forced else CLEAN
+
+    async def _drain(self) -> bool:
+        """Unloads all models within the grace period; True when it was cut short."""
+        closing = asyncio.create_task(self.registry.close(self.config.server.grace_s))
+        force = asyncio.create_task(self._force_asked.wait())
+        await asyncio.wait({closing, force}, return_when=asyncio.FIRST_COMPLETED)
+        force.cancel()
+        if closing.done():
+            log.info("drained", aborted_requests=closing.result())
+            return False
+        closing.cancel()
+        await self.registry.abort()
+        return True
+
+    async def _follow_readiness(self) -> None:
+        with self.events.subscribe() as events:
+            await self._show_readiness()
+            async for _ in events:
+                await self._show_readiness()
+
+    async def _show_readiness(self) -> None:
+        """The health of a model is its own; that of the daemon ("") is whether any model serves."""
+        serving = {entry.name: entry.state is ModelState.SERVING for entry in self.registry.entries()}
+        for service, ready in {**serving, "": any(serving.values())}.items():
+            status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+            await self._health.set(service, status)
+
+    async def _end_readiness(self) -> None:
+        if self._readiness:
+            self._readiness.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._readiness
+
+    def _make_server(self) -> grpc.aio.Server:
+        limit = self.config.server.max_message_bytes
+        server = grpc.aio.server(
+            interceptors=[CallInterceptor()],
+            options=[
+                ("grpc.max_receive_message_length", int(limit)),
+                ("grpc.max_send_message_length", int(limit)),
+                ("grpc.so_reuseport", 0),  # otherwise two daemons share a port without noticing
+            ],
+        )
+        control = ControlService(self.config.server, self.registry, self.events, self.history)
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self.registry, self._gate), server)
+        control_pb2_grpc.add_ControlServicer_to_server(control, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(SERVICES, server)
+        return server
+
+
+async def serve(config: Config, make_host: HostFactory) -> int:
+    """Runs a daemon that obeys signals: SIGTERM and SIGINT stop it, a second one at once. Returns the exit code."""
+    daemon = Daemon(config, make_host)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, daemon.stop)
+    loop.add_signal_handler(signal.SIGHUP, log.info, "SIGHUP is reserved and does nothing")
+    return await daemon.run()

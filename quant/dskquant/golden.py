@@ -1,0 +1,99 @@
+"""Golden prompts: a few fixed texts, and what the reference answers to them, kept in the store.
+
+A graph is asked them before it serves. They are prose, code, numbers and a dialogue, so that broken weights, a wrong
+tokenizer or a half-converted graph can hardly hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache, Logits
+from dskquant.errors import StoreError
+from dskquant.forward import blocks_for, forward
+from dskquant.mapped_safetensors import MappedSafetensors
+from dskquant.modes import PrecisionMode
+from dskquant.store import GOLDEN, TOKENIZER
+
+TEXTS = (
+    """\
+The water of the lake was still and clear, and on the far shore a row of old trees stood like people waiting for a boat.
+Nobody had crossed since the summer, when the ferryman left for the city and did not come back.""",
+    """\
+def binary_search(values, wanted):
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        if values[middle] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+""",
+    """\
+Question: A train leaves at 9:40 and arrives at 12:15. How long does the journey take?
+Answer: From 9:40 to 12:00 are 2 hours and 20 minutes, and 15 minutes more make 2 hours and 35 minutes.""",
+    """\
+1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144. Paris is the capital of France; Rome is the capital of Italy;
+Madrid is the capital of Spain; Berlin is the capital of""",
+)
+MAX_TOKENS = 64
+SCORED = 24
+"""Positions at the end of each prompt whose logits are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """The golden prompts of a model, and the logits [positions, vocabulary] of its reference where they are known."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    reference: Logits | None
+
+
+def read(store: Path) -> Golden:
+    """The golden prompts of `store`. Raises StoreError when the file of the reference is damaged."""
+    prompts = _encode(store)
+    path = store / GOLDEN
+    if not path.exists():
+        return Golden(prompts, None)
+    logits = MappedSafetensors(path, error=StoreError).array("logits")
+    expected = sum(min(SCORED, len(prompt)) for prompt in prompts)
+    if logits.ndim != 2 or len(logits) != expected:
+        raise StoreError(f"{path}: logits of {len(logits)} positions, expected {expected}; convert the model again")
+    return Golden(prompts, logits)
+
+
+def create(store: Path, engine: Engine) -> None:
+    """Runs the reference mode of `store` on the golden prompts and keeps its logits in the store.
+
+    Needs the memory of an FP32 graph.
+    """
+    graph = engine.compile(store, {PrecisionMode.FP32}, CompileOptions())
+    try:
+        logits = answers(_encode(store), graph, engine, PrecisionMode.FP32)
+    finally:
+        graph.close()
+    save_file({"logits": logits}, store / GOLDEN)
+
+
+def answers(prompts: Sequence[Sequence[int]], graph: Graph, engine: Engine, mode: PrecisionMode) -> Logits:
+    """Logits of the last SCORED positions of every prompt, end to end; leaves a scratch cache bound to `graph`."""
+    cache = graph.allocate_cache(blocks_for(MAX_TOKENS, engine.block_size))
+    graph.bind(cache)
+    return np.concatenate([_last_logits(prompt, graph, cache, mode) for prompt in prompts])
+
+
+def _last_logits(prompt: Sequence[int], graph: Graph, cache: KVCache, mode: PrecisionMode) -> Logits:
+    scored_from = max(0, len(prompt) - SCORED)
+    (logits,) = forward(graph, prompt, mode, block_size=cache.block_size, piece=len(prompt), wanted_from=scored_from)
+    return logits.copy()
+
+
+def _encode(store: Path) -> tuple[tuple[int, ...], ...]:
+    tokenizer = Tokenizer.from_file(str(store / TOKENIZER))
+    return tuple(tuple(tokenizer.encode(text).ids[:MAX_TOKENS]) for text in TEXTS)

@@ -1,0 +1,871 @@
+"""dskctl against a scripted daemon on a real socket: every verb, in tables and JSON, every error and exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from dskapi.v1 import common_pb2, control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from dskctl.address import checked_address, default_address
+from dskctl.answer import MarkedAnswer
+from dskctl.cli import main
+from dskctl.exits import ExitCode, UsageError
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from google.rpc import error_details_pb2
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
+from rich.console import Console
+
+INT4, INT8, FP32 = (common_pb2.PRECISION_MODE_INT4, common_pb2.PRECISION_MODE_INT8, common_pb2.PRECISION_MODE_FP32)
+WAIT_S = 20.0
+"""Upper bound of a wait for an event that comes at once; it is never slept through."""
+
+
+class ScriptedDaemon(control_pb2_grpc.ControlServicer, inference_pb2_grpc.InferenceServicer):
+    """Answers each call with what `replies` holds for its name, and records the requests."""
+
+    def __init__(self) -> None:
+        self.replies: dict[str, Any] = {}
+        self.requests: list[Any] = []
+        self.called = threading.Event()
+        self.cancelled = threading.Event()
+
+    def _reply(self, name: str, request: Message, context: grpc.ServicerContext) -> Any:
+        self.requests.append(request)
+        reply = self.replies[name]
+        if isinstance(reply, Status):
+            context.abort_with_status(rpc_status.to_status(reply))
+        if reply == "hang":
+            context.add_callback(self.cancelled.set)
+            self.called.set()
+            self.cancelled.wait(WAIT_S)
+            context.abort(grpc.StatusCode.CANCELLED, "the client went away")
+        return reply
+
+    def _stream(self, name: str, request: Message, context: grpc.ServicerContext) -> Iterator[Any]:
+        """A list may end with "hang" or a Status."""
+        for item in self._reply(name, request, context):
+            if isinstance(item, Message) and not isinstance(item, Status):
+                yield item
+            else:
+                self.replies[name] = item
+                self._reply(name, request, context)
+
+    def SwitchPrecision(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        return self._reply("switch", request, context)
+
+    def GetStatus(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        return self._reply("status", request, context)
+
+    def ListModels(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        return self._reply("models", request, context)
+
+    def LoadModel(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        return self._reply("load", request, context)
+
+    def UnloadModel(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        return self._reply("unload", request, context)
+
+    def GetHistory(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        return self._reply("history", request, context)
+
+    def WatchEvents(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        return self._stream("watch", request, context)
+
+    def Generate(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        return self._stream("generate", request, context)
+
+
+@pytest.fixture
+def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "d.sock"
+    monkeypatch.setenv("DSKD_ADDRESS", f"unix://{path}")
+    return path
+
+
+@pytest.fixture
+def daemon(socket: Path) -> Iterator[ScriptedDaemon]:
+    scripted = ScriptedDaemon()
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    control_pb2_grpc.add_ControlServicer_to_server(scripted, server)
+    inference_pb2_grpc.add_InferenceServicer_to_server(scripted, server)
+    server.add_insecure_port(f"unix://{socket}")
+    server.start()
+    yield scripted
+    scripted.cancelled.set()
+    server.stop(None).wait()
+
+
+def time_of(seconds: int) -> Timestamp:
+    return Timestamp(seconds=seconds)
+
+
+def response(text: str, *modes: int, **fields: Any) -> inference_pb2.GenerateResponse:
+    """A response with one token for each of `modes`."""
+    tokens = [
+        inference_pb2.GeneratedToken(id=7, precision=mode, generation=2, engine="openvino")  # type: ignore[arg-type]
+        for mode in modes
+    ]
+    return inference_pb2.GenerateResponse(request_id="r1", model="smollm2", text=text, tokens=tokens, **fields)
+
+
+def last_response(text: str, *modes: int) -> inference_pb2.GenerateResponse:
+    return response(
+        text,
+        *modes,
+        finish_reason=inference_pb2.FINISH_REASON_END_OF_TEXT,
+        usage=inference_pb2.Usage(prompt_tokens=5, generated_tokens=4),
+        timings=inference_pb2.Timings(queue_ms=1, time_to_first_token_ms=84.6, total_ms=200, tokens_per_second=41.25),
+    )
+
+
+ANSWER = [response("Once ", INT4), response("upon ", INT4), response("a ", INT8), last_response("time", FP32)]
+
+
+def rich_error(code: grpc.StatusCode, message: str, *details: Message) -> Status:
+    status = Status(code=code.value[0], message=message)
+    for detail in details:
+        status.details.add().Pack(detail)
+    return status
+
+
+STATUS = control_pb2.GetStatusResponse(
+    version="0.1.0",
+    pid=4242,
+    started=time_of(1_700_000_000),
+    rss_bytes=3 * 2**29,
+    available_bytes=20 * 2**30,
+    models=[
+        control_pb2.ModelStatus(
+            name="smollm2",
+            state=control_pb2.MODEL_STATE_SERVING,
+            engine="openvino",
+            mode=INT4,
+            generation=2**40,
+            modes=[
+                control_pb2.ModeStatus(mode=INT4, resident=True, bytes=150 * 2**20, tokens=1234, requests=2),
+                control_pb2.ModeStatus(mode=FP32),
+            ],
+            running_requests=2,
+            waiting_requests=1,
+            kv_blocks_total=512,
+            kv_blocks_free=400,
+            kv_cache_bytes=2**30,
+            context_length=8192,
+            change_in_progress="preparing fp32",
+        )
+    ],
+)
+
+
+# ---- status, models, load, unload
+
+
+def test_status_shows_daemon_models_and_modes(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["status"] = STATUS
+    assert main(["status", "smollm2"]) == ExitCode.DONE
+    assert daemon.requests == [control_pb2.GetStatusRequest(model="smollm2")]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert "pid 4242" in " ".join(rows[0])
+    assert "memory 1.50 GiB, available 20.00 GiB" in " ".join(rows[0])
+    model = ["smollm2", "serving", "int4", str(2**40), "2", "1", "400/512", "1.00", "GiB", "8,192", "openvino"]
+    assert model in rows
+    assert ["smollm2", "int4", "yes", "150", "MiB", "1,234", "2"] in rows
+    assert ["smollm2", "fp32", "no", "-", "0", "0"] in rows
+    assert ["smollm2:", "in", "progress:", "preparing", "fp32"] in rows
+
+
+def test_status_json_has_proto_names_short_enums_and_numbers(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["status"] = STATUS
+    assert main(["--json", "status"]) == ExitCode.DONE
+    document = json.loads(capsys.readouterr().out)
+    assert document["started"] == "2023-11-14T22:13:20Z"
+    model = document["models"][0]
+    assert (model["state"], model["mode"], model["generation"]) == ("serving", "int4", 2**40)
+    assert model["modes"][1] == {"mode": "fp32", "resident": False, "bytes": 0, "tokens": 0, "requests": 0}
+
+
+def test_status_of_an_empty_daemon_says_so(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["status"] = control_pb2.GetStatusResponse(version="0.1.0")
+    assert main(["status"]) == ExitCode.DONE
+    assert "no model is loaded" in capsys.readouterr().out
+
+
+MODELS = control_pb2.ListModelsResponse(
+    models=[
+        control_pb2.ModelSummary(
+            name="smollm2",
+            state=control_pb2.MODEL_STATE_UNLOADED,
+            path="/srv/[b]smollm2",
+            architecture="llama",
+            resident=[INT4, INT8],
+            parameters=134_515_008,
+            context_length=8192,
+        )
+    ]
+)
+
+
+def test_models_lists_loaded_and_unloaded_ones(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["models"] = MODELS
+    assert main(["models"]) == ExitCode.DONE
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert row == ["smollm2", "unloaded", "-", "int4,", "int8", "135", "M", "8,192", "llama", "/srv/[b]smollm2"]
+
+
+def test_models_json_shortens_lists_of_enums(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["models"] = MODELS
+    assert main(["models", "--json"]) == ExitCode.DONE
+    model = json.loads(capsys.readouterr().out)["models"][0]
+    assert model["resident"] == ["int4", "int8"]
+    assert model["mode"] is None
+    assert model["parameters"] == 134_515_008
+
+
+def test_load_tells_mode_and_time(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["load"] = control_pb2.LoadModelResponse(model=STATUS.models[0], load_ms=1234.5)
+    assert main(["load", "smollm2", "--path", "/srv/x"]) == ExitCode.DONE
+    assert daemon.requests == [control_pb2.LoadModelRequest(model="smollm2", path="/srv/x")]
+    assert capsys.readouterr().out == f"smollm2: serving in int4, generation {2**40}, loaded in 1,234 ms\n"
+
+
+def test_load_json(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["load"] = control_pb2.LoadModelResponse(model=STATUS.models[0], load_ms=1234.5)
+    assert main(["load", "smollm2", "--json"]) == ExitCode.DONE
+    document = json.loads(capsys.readouterr().out)
+    assert (document["load_ms"], document["model"]["name"]) == (1234.5, "smollm2")
+
+
+@pytest.mark.parametrize(
+    ("aborted", "line"),
+    [(0, "smollm2: unloaded in 88 ms\n"), (3, "smollm2: unloaded in 88 ms, 3 requests aborted\n")],
+)
+def test_unload_tells_time_and_aborted_requests(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str], aborted: int, line: str
+) -> None:
+    daemon.replies["unload"] = control_pb2.UnloadModelResponse(
+        model="smollm2", aborted_requests=aborted, unload_ms=88.2
+    )
+    assert main(["unload", "smollm2"]) == ExitCode.DONE
+    assert capsys.readouterr().out == line
+
+
+def test_unload_json(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["unload"] = control_pb2.UnloadModelResponse(model="smollm2", unload_ms=88.25)
+    assert main(["unload", "smollm2", "--json"]) == ExitCode.DONE
+    assert json.loads(capsys.readouterr().out) == {"model": "smollm2", "aborted_requests": 0, "unload_ms": 88.25}
+
+
+# ---- switch
+
+
+def switched(**fields: Any) -> control_pb2.SwitchPrecisionResponse:
+    return control_pb2.SwitchPrecisionResponse(model="smollm2", from_mode=INT4, to_mode=INT8, generation=3, **fields)
+
+
+def test_switch_needs_no_model_name(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["switch"] = switched(resident=True, done=True, flip_us=12.34)
+    assert main(["switch", "int8"]) == ExitCode.DONE
+    assert daemon.requests == [
+        control_pb2.SwitchPrecisionRequest(mode=INT8, in_flight=common_pb2.IN_FLIGHT_MIGRATE, wait=True)
+    ]
+    assert capsys.readouterr().out == "smollm2: int4 → int8, generation 3, resident, flip 12.3 µs\n"
+
+
+def test_switch_to_a_mode_not_resident_tells_its_preparation(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["switch"] = switched(done=True, flip_us=9.0, prepare_ms=2345.6)
+    assert main(["switch", "smollm2", "INT8", "--in-flight", "finish"]) == ExitCode.DONE
+    assert daemon.requests[0].model == "smollm2"
+    assert daemon.requests[0].in_flight == common_pb2.IN_FLIGHT_FINISH
+    assert "prepared in 2,346 ms, flip 9.0 µs" in capsys.readouterr().out
+
+
+def test_switch_that_goes_on_in_the_background_does_not_wait(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["switch"] = switched(done=False)
+    assert main(["switch", "int8", "--no-wait"]) == ExitCode.DONE
+    assert daemon.requests[0].wait is False
+    assert "int4 → int8, being prepared in the background" in capsys.readouterr().out
+
+
+def test_switch_json(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["switch"] = switched(resident=True, done=True, flip_us=12.5, total_ms=1.5)
+    assert main(["switch", "int8", "--json"]) == ExitCode.DONE
+    assert json.loads(capsys.readouterr().out) == {
+        "model": "smollm2",
+        "from_mode": "int4",
+        "to_mode": "int8",
+        "generation": 3,
+        "resident": True,
+        "done": True,
+        "flip_us": 12.5,
+        "prepare_ms": 0.0,
+        "total_ms": 1.5,
+    }
+
+
+# ---- history, watch
+
+
+HISTORY = control_pb2.GetHistoryResponse(
+    entries=[
+        control_pb2.HistoryEntry(
+            sequence=9,
+            time=time_of(1_700_000_000),
+            model="smollm2",
+            kind="switch",
+            actor="rpc:unix:",
+            from_mode=INT4,
+            to_mode=FP32,
+            generation=3,
+            in_flight=common_pb2.IN_FLIGHT_MIGRATE,
+            outcome="committed",
+            phases_ms={"prove": 20.0, "build": 1000.0},
+            flip_us=11.0,
+        ),
+        control_pb2.HistoryEntry(sequence=8, model="smollm2", kind="load", outcome="rejected", reason="no memory"),
+    ]
+)
+
+
+def test_history_shows_phases_in_the_order_they_ran(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["history"] = HISTORY
+    assert main(["history", "smollm2", "--limit", "2"]) == ExitCode.DONE
+    assert daemon.requests == [control_pb2.GetHistoryRequest(model="smollm2", limit=2)]
+    _, switch_row, load_row = capsys.readouterr().out.splitlines()
+    assert "int4 → fp32" in switch_row
+    assert "build 1,000.0 ms, prove 20.0 ms" in switch_row
+    assert "11.0 µs" in switch_row
+    assert load_row.split()[0] == "8"
+    assert load_row.rstrip().endswith("no memory")
+
+
+def test_history_json(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["history"] = HISTORY
+    assert main(["history", "--json"]) == ExitCode.DONE
+    first, second = json.loads(capsys.readouterr().out)["entries"]
+    assert first["phases_ms"] == {"build": 1000.0, "prove": 20.0}
+    assert (first["in_flight"], second["in_flight"]) == ("migrate", None)
+    assert first["sequence"] == 9
+
+
+def test_history_of_nothing_says_so(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["history"] = control_pb2.GetHistoryResponse()
+    assert main(["history"]) == ExitCode.DONE
+    assert capsys.readouterr().out == "nothing has been changed yet\n"
+
+
+def event(sequence: int) -> control_pb2.Event:
+    made = control_pb2.Event(
+        sequence=sequence, time=time_of(1), kind="switch.committed", model="smollm2", message="int4 -> int8"
+    )
+    made.fields["flip_us"] = 12.5
+    return made
+
+
+def test_watch_prints_a_line_for_each_event(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["watch"] = [event(1), event(2)]
+    assert main(["watch", "smollm2"]) == ExitCode.DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].endswith("switch.committed  smollm2  int4 -> int8")
+
+
+def test_watch_json_is_one_object_a_line(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["watch"] = [event(1), event(2)]
+    assert main(["watch", "--json"]) == ExitCode.DONE
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [item["sequence"] for item in events] == [1, 2]
+    assert events[0]["fields"] == {"flip_us": 12.5}
+
+
+# ---- generate
+
+
+def test_generate_marks_where_the_mode_changes_and_sums_up(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["generate"] = ANSWER
+    assert main(["generate", "smollm2", "Tell"]) == ExitCode.DONE
+    text, summary = capsys.readouterr().out.splitlines()
+    assert text == "⟦int4⟧Once upon ⟦int8⟧a ⟦fp32⟧time"
+    assert summary == "4 tokens (int4 2, int8 1, fp32 1) · first token 85 ms · 41.2 tokens/s · end of text"
+
+
+def test_generate_sends_every_option(daemon: ScriptedDaemon) -> None:
+    daemon.replies["generate"] = ANSWER
+    options = "--max-tokens 9 --temperature 0.5 --top-k 4 --top-p 0.75 --min-p 0.25 --repetition-penalty 1.5 --seed 3"
+    more = "--stop A --stop B --precision fp32 --logprobs 2 --ignore-eos"
+    assert main(["generate", *options.split(), *more.split(), "smollm2", "Tell"]) == ExitCode.DONE
+    assert daemon.requests == [
+        inference_pb2.GenerateRequest(
+            model="smollm2",
+            prompt="Tell",
+            max_new_tokens=9,
+            sampling=inference_pb2.Sampling(
+                temperature=0.5, top_k=4, top_p=0.75, min_p=0.25, repetition_penalty=1.5, seed=3
+            ),
+            stop=["A", "B"],
+            precision=FP32,
+            top_logprobs=2,
+            ignore_eos=True,
+        )
+    ]
+
+
+def test_generate_leaves_what_is_not_said_to_the_daemon(daemon: ScriptedDaemon) -> None:
+    daemon.replies["generate"] = ANSWER
+    assert main(["generate", "Tell"]) == ExitCode.DONE
+    request = daemon.requests[0]
+    assert request.prompt == "Tell"
+    assert not request.HasField("max_new_tokens")
+    assert request.sampling == inference_pb2.Sampling()
+
+
+def test_generate_takes_token_ids_in_place_of_a_prompt(daemon: ScriptedDaemon) -> None:
+    daemon.replies["generate"] = ANSWER
+    assert main(["generate", "smollm2", "--tokens", "1,2,3"]) == ExitCode.DONE
+    assert daemon.requests[0].model == "smollm2"
+    assert daemon.requests[0].tokens.ids == [1, 2, 3]
+
+
+def test_generate_as_chat_wraps_the_prompt_in_messages(daemon: ScriptedDaemon) -> None:
+    daemon.replies["generate"] = ANSWER
+    assert main(["generate", "--system", "Be brief.", "Why?"]) == ExitCode.DONE
+    messages = [(message.role, message.content) for message in daemon.requests[0].chat.messages]
+    assert messages == [("system", "Be brief."), ("user", "Why?")]
+
+
+def set_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+
+
+def test_generate_reads_the_prompt_from_stdin(daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon.replies["generate"] = ANSWER
+    set_stdin(monkeypatch, "zwölf\nBoxkämpfer".encode())
+    assert main(["generate", "-"]) == ExitCode.DONE
+    assert daemon.requests[0].prompt == "zwölf\nBoxkämpfer"
+
+
+def test_generate_raw_is_the_text_alone(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["generate"] = ANSWER
+    assert main(["generate", "--raw", "Tell"]) == ExitCode.DONE
+    assert capsys.readouterr().out == "Once upon a time"
+
+
+def test_generate_json_is_one_object_for_each_response(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["generate"] = ANSWER
+    assert main(["generate", "--json", "Tell"]) == ExitCode.DONE
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert "".join(line["text"] for line in lines) == "Once upon a time"
+    assert [line["tokens"][0]["precision"] for line in lines] == ["int4", "int4", "int8", "fp32"]
+    assert [line["finish_reason"] for line in lines] == [None, None, None, "end_of_text"]
+    assert lines[-1]["usage"]["generated_tokens"] == 4
+    assert "usage" not in lines[0]
+
+
+def test_generate_shows_logprobs_after_the_answer(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = last_response("time", INT4)
+    answer.tokens[0].logprob = -0.25
+    answer.tokens[0].top_logprobs.add(id=7, logprob=-0.25, text=" time")
+    daemon.replies["generate"] = [answer]
+    assert main(["generate", "--logprobs", "1", "Tell"]) == ExitCode.DONE
+    row = capsys.readouterr().out.splitlines()[2]
+    assert row.split() == ["7", "int4", "-0.250", "'", "time'", "-0.250"]
+
+
+def test_an_answer_that_breaks_off_ends_its_line_before_the_error(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["generate"] = [response("Once ", INT4), rich_error(grpc.StatusCode.UNAVAILABLE, "shutting down")]
+    assert main(["generate", "Tell"]) == ExitCode.REFUSED
+    captured = capsys.readouterr()
+    assert captured.out == "⟦int4⟧Once \n"
+    assert captured.err == "dskctl: shutting down\n"
+
+
+def test_a_coloured_terminal_gets_legend_and_colours_but_no_control_characters_of_the_model() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, color_system="standard", _environ={})
+    view = MarkedAnswer(console)
+    for part in [response("Once", INT4), last_response("\x1b]0;title\x07[bold]", INT8)]:
+        view.write(part)
+    view.end()
+    legend, text, _ = output.getvalue().splitlines()
+    assert [mode in legend for mode in ("int4", "int8", "fp16", "fp32")] == [True] * 4
+    yellow, bold_green, green, reset = "\x1b[33m", "\x1b[1;32m", "\x1b[32m", "\x1b[0m"
+    assert text.endswith(f"{yellow}Once{reset}{bold_green}⟦int8⟧{reset}{green}\ufffd]0;title\ufffd[bold]{reset}")
+
+
+def test_no_color_gets_markers_without_legend(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.StringIO()
+    view = MarkedAnswer(Console(file=output, force_terminal=True, no_color=True, color_system=None, _environ={}))
+    view.write(response("Once", INT4))
+    view.end()
+    assert output.getvalue() == "⟦int4⟧Once\n"
+
+
+def test_text_held_back_by_the_tokenizer_belongs_to_the_mode_that_completed_it() -> None:
+    output = io.StringIO()
+    view = MarkedAnswer(Console(file=output, width=80, _environ={}))
+    for part in [response("", INT4), response("é", INT8), response("!", finish_reason=1)]:
+        view.write(part)
+    assert output.getvalue() == "⟦int8⟧é!"
+
+
+# ---- chat
+
+
+def test_chat_keeps_the_conversation_and_takes_commands(
+    daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["generate"] = [last_response("Yes.", INT4)]
+    daemon.replies["switch"] = switched(resident=True, done=True, flip_us=1.0)
+    script = ["First?", "/switch int8", "/system Be brief.", "", "Second?", "/reset", "Third?", "/quit", "Never."]
+    set_stdin(monkeypatch, "\n".join(script).encode())
+    assert main(["chat", "smollm2", "--max-tokens", "5"]) == ExitCode.DONE
+    first, switch, second, third = daemon.requests
+    assert (switch.model, switch.mode, switch.wait) == ("smollm2", INT8, False)
+    assert [message.content for message in first.chat.messages] == ["First?"]
+    assert [message.content for message in second.chat.messages] == ["Be brief.", "First?", "Yes.", "Second?"]
+    assert [message.role for message in second.chat.messages] == ["system", "user", "assistant", "user"]
+    assert [message.content for message in third.chat.messages] == ["Be brief.", "Third?"]
+    assert third.max_new_tokens == 5
+    assert "int4 → int8" in capsys.readouterr().out
+
+
+def test_chat_json_is_one_object_for_each_response(
+    daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["generate"] = ANSWER
+    daemon.replies["switch"] = switched(done=True)
+    set_stdin(monkeypatch, b"/switch int8\nHello\n")
+    assert main(["chat", "--json"]) == ExitCode.DONE
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0]["to_mode"] == "int8"
+    assert [line["text"] for line in lines[1:]] == ["Once ", "upon ", "a ", "time"]
+
+
+def test_chat_with_piped_input_ends_with_the_first_refusal(
+    daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["generate"] = rich_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests")
+    set_stdin(monkeypatch, b"One\nTwo\n")
+    assert main(["chat"]) == ExitCode.REFUSED
+    assert len(daemon.requests) == 1
+    assert capsys.readouterr().err == "dskctl: too many requests\n"
+
+
+def read_until(terminal: int, wanted: bytes, seen: bytes = b"") -> bytes:
+    """Reads what the program wrote until `wanted` comes; the end of its output is an error (EIO on Linux)."""
+    while wanted not in seen:
+        seen += os.read(terminal, 4096)
+    return seen
+
+
+def test_chat_on_a_terminal_survives_refusals_and_ctrl_c_and_leaves_with_ctrl_d(daemon: ScriptedDaemon) -> None:
+    terminal, child_side = pty.openpty()
+    command = [sys.executable, "-m", "dskctl", "chat"]
+    child = subprocess.Popen(
+        command, stdin=child_side, stdout=child_side, stderr=child_side, start_new_session=True, preexec_fn=_own_tty
+    )
+    os.close(child_side)
+    try:
+        daemon.replies["generate"] = rich_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests")
+        read_until(terminal, b"> ")
+        os.write(terminal, b"One\n")
+        assert b"Traceback" not in read_until(terminal, b"> ", read_until(terminal, b"too many requests")[-1:])
+        daemon.replies["generate"] = [response("Once", INT4), "hang"]
+        os.write(terminal, b"Two\n")
+        read_until(terminal, b"Once")
+        assert daemon.called.wait(WAIT_S)
+        os.write(terminal, b"\x03")
+        assert daemon.cancelled.wait(WAIT_S)
+        read_until(terminal, b"> ")
+        os.write(terminal, b"\x04")
+        assert child.wait(WAIT_S) == ExitCode.DONE
+    finally:
+        child.kill()
+        child.wait()
+        os.close(terminal)
+
+
+def _own_tty() -> None:
+    """Makes the terminal the controlling one, so that Ctrl-C becomes SIGINT."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+# ---- errors and exit codes
+
+
+def test_an_invalid_field_is_named(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    violations = error_details_pb2.BadRequest(
+        field_violations=[
+            error_details_pb2.BadRequest.FieldViolation(field="sampling.top_p", description="must be in (0, 1]")
+        ]
+    )
+    daemon.replies["generate"] = rich_error(grpc.StatusCode.INVALID_ARGUMENT, "invalid request", violations)
+    assert main(["generate", "--top-p", "7", "Tell"]) == ExitCode.REFUSED
+    assert capsys.readouterr() == ("", "dskctl: sampling.top_p: must be in (0, 1]\n")
+
+
+def test_an_unknown_model_comes_with_the_known_ones(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    info = error_details_pb2.ResourceInfo(resource_type="model", resource_name="x", description="known: smollm2")
+    daemon.replies["status"] = rich_error(grpc.StatusCode.NOT_FOUND, "no model 'x'", info)
+    assert main(["status", "x"]) == ExitCode.REFUSED
+    assert capsys.readouterr().err == "dskctl: no model 'x'\ndskctl: known: smollm2\n"
+
+
+def test_what_ran_out_comes_with_the_time_to_try_again(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "256 requests wait already"
+    quota = error_details_pb2.QuotaFailure(
+        violations=[error_details_pb2.QuotaFailure.Violation(subject="queue", description=text)]
+    )
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.FromMilliseconds(1500)
+    daemon.replies["generate"] = rich_error(grpc.StatusCode.RESOURCE_EXHAUSTED, text, quota, retry)
+    assert main(["generate", "Tell"]) == ExitCode.REFUSED
+    assert capsys.readouterr().err == f"dskctl: {text}\ndskctl: try again in 1.5 s\n"
+
+
+def test_an_unmet_precondition_tells_what_stands_in_the_way(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = error_details_pb2.PreconditionFailure(
+        violations=[error_details_pb2.PreconditionFailure.Violation(subject="fp16", description="needs 300 MiB")]
+    )
+    daemon.replies["switch"] = rich_error(grpc.StatusCode.FAILED_PRECONDITION, "fp16 does not fit", failure)
+    assert main(["switch", "fp16"]) == ExitCode.REFUSED
+    assert capsys.readouterr().err == "dskctl: fp16 does not fit\ndskctl: needs 300 MiB\n"
+
+
+def test_a_daemon_that_shuts_down_refuses_but_is_not_unreachable(daemon: ScriptedDaemon) -> None:
+    daemon.replies["status"] = rich_error(grpc.StatusCode.UNAVAILABLE, "shutting down")
+    assert main(["status"]) == ExitCode.REFUSED
+
+
+def test_an_error_without_details_names_its_kind(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.replies["status"] = "no message at all"
+    assert main(["status"]) == ExitCode.REFUSED
+    assert capsys.readouterr().err.startswith("dskctl: internal: ")
+
+
+def test_no_daemon_names_the_address_and_how_to_start_one(socket: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status"]) == ExitCode.UNREACHABLE
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"dskctl: no daemon reached at unix://{socket}: No such file or directory"
+    assert "dskd serve" in second
+
+
+def test_a_port_nobody_listens_on_is_unreachable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--address", "127.0.0.1:1", "status"]) == ExitCode.UNREACHABLE
+    assert "127.0.0.1:1: Connection refused" in capsys.readouterr().err
+
+
+def test_the_deadline_ends_a_call_and_the_daemon_learns_of_it(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["status"] = "hang"
+    assert main(["--timeout", "0.2", "status"]) == ExitCode.TIMED_OUT
+    assert "timed out" in capsys.readouterr().err
+    assert daemon.cancelled.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("verb", [["status"], ["generate", "Tell"], ["watch"]])
+def test_ctrl_c_cancels_the_call_and_exits_130(daemon: ScriptedDaemon, verb: list[str]) -> None:
+    daemon.replies[verb[0]] = "hang"
+    command = [sys.executable, "-m", "dskctl", *verb]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert daemon.called.wait(WAIT_S)
+        child.send_signal(signal.SIGINT)
+        output = child.communicate(timeout=WAIT_S)
+    assert child.returncode == ExitCode.INTERRUPTED
+    assert output == (b"", b"")
+    assert daemon.cancelled.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("form", [["--raw"], ["--json"], []])
+def test_a_reader_that_goes_away_is_no_error(daemon: ScriptedDaemon, form: list[str]) -> None:
+    daemon.replies["generate"] = [response("word " * 20_000, INT4), response("word " * 20_000, INT4)]
+    command = [sys.executable, "-m", "dskctl", "generate", *form, "Tell"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.close()
+        assert child.wait(WAIT_S) == ExitCode.DONE
+        assert child.stderr is not None
+        assert child.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["switch"],
+        ["switch", "int3"],
+        ["switch", "smollm2", "int4", "x"],
+        ["generate"],
+        ["generate", "a", "b", "c"],
+        ["generate", "a", "b", "--tokens", "1"],
+        ["generate", "--tokens", "1,x"],
+        ["generate", "--tokens", f"{2**31}"],
+        ["generate", "--seed", "-1", "Tell"],
+        ["generate", "--max-tokens", "many", "Tell"],
+        ["generate", "--raw", "--json", "Tell"],
+        ["generate", "\udcff"],
+        ["--timeout", "0", "status"],
+        ["--timeout", "soon", "status"],
+        ["--address", "nowhere", "status"],
+        ["--address", "host:0", "status"],
+        ["--address", "unix://relative.sock", "status"],
+        ["--address", f"unix:///{'x' * 107}", "status"],
+        ["--tls-cert", "c.pem", "status"],
+        ["--tls-ca", "/nonexistent/ca.pem", "--address", "localhost:1", "status"],
+        ["--tls-cert", "c.pem", "--tls-key", "k.pem", "status"],
+        ["--tls-ca", "ca.pem", "--address", "unix:///x.sock", "status"],
+    ],
+)
+def test_wrong_usage_exits_2_without_a_traceback(
+    arguments: list[str], socket: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(arguments)
+    except SystemExit as exit_of_argparse:
+        code = int(exit_of_argparse.code or 0)
+    assert code == ExitCode.USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1].startswith("dskctl")
+
+
+def test_a_prompt_on_stdin_that_is_no_text_is_wrong_usage(
+    socket: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_stdin(monkeypatch, b"ab\xff")
+    assert main(["generate", "-"]) == ExitCode.USAGE
+    assert capsys.readouterr().err == "dskctl: the prompt on stdin is not valid UTF-8 (byte 2)\n"
+
+
+# ---- address, TLS, imports
+
+
+def test_the_address_comes_from_the_environment_then_the_user_socket(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("dskctl.address.SYSTEM_SOCKET", tmp_path / "system.sock")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    monkeypatch.delenv("DSKD_ADDRESS", raising=False)
+    assert default_address() == "unix:///run/user/7/dskd.sock"
+    (tmp_path / "system.sock").touch()
+    assert default_address() == f"unix://{tmp_path}/system.sock"
+    monkeypatch.setenv("DSKD_ADDRESS", "models.example:7443")
+    assert default_address() == "models.example:7443"
+
+
+@pytest.mark.parametrize("address", ["unix:///run/x.sock", "localhost:1", "[::1]:7411", "10.0.0.1:65535"])
+def test_addresses_that_can_be(address: str) -> None:
+    assert checked_address(address) == address
+
+
+@pytest.mark.parametrize("address", ["", "host", ":1", "host:65536", "::1:7411", "http://host:1", "unix:x"])
+def test_addresses_that_cannot_be(address: str) -> None:
+    with pytest.raises(UsageError):
+        checked_address(address)
+
+
+def make_certificate(directory: Path) -> tuple[Path, Path]:
+    """A self-signed certificate for localhost and its key."""
+    certificate, key = directory / "cert.pem", directory / "key.pem"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "1",
+    ]
+    subprocess.run([*command, *names, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return certificate, key
+
+
+@pytest.fixture
+def tls_daemon(tmp_path: Path) -> Iterator[tuple[int, Path, Path]]:
+    """Port, certificate (its own authority) and key of a daemon that wants the client's certificate too."""
+    certificate, key = make_certificate(tmp_path)
+    scripted = ScriptedDaemon()
+    scripted.replies["status"] = STATUS
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    control_pb2_grpc.add_ControlServicer_to_server(scripted, server)
+    pair = (key.read_bytes(), certificate.read_bytes())
+    credentials = grpc.ssl_server_credentials([pair], certificate.read_bytes(), require_client_auth=True)
+    port = server.add_secure_port("localhost:0", credentials)
+    server.start()
+    yield port, certificate, key
+    server.stop(None).wait()
+
+
+def test_mutual_tls(tls_daemon: tuple[int, Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    port, certificate, key = tls_daemon
+    tls = ["--tls-ca", str(certificate), "--tls-cert", str(certificate), "--tls-key", str(key)]
+    assert main(["--address", f"localhost:{port}", *tls, "status"]) == ExitCode.DONE
+    assert "4242" in capsys.readouterr().out
+
+
+def test_a_daemon_that_speaks_tls_is_unreachable_without_it(tls_daemon: tuple[int, Path, Path]) -> None:
+    port, _, _ = tls_daemon
+    assert main(["--address", f"localhost:{port}", "status"]) == ExitCode.UNREACHABLE
+
+
+def test_the_client_imports_no_engine_and_no_daemon() -> None:
+    heavy = ["openvino", "numpy", "dskquant", "dskd", "tokenizers"]
+    program = f"import sys, dskctl.cli; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "verb", ["status", "models", "load", "unload", "switch", "history", "watch", "generate", "chat"]
+)
+def test_every_help_text_has_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([verb, "--help"])
+    assert f"examples:\n  dskctl {verb}" in capsys.readouterr().out
+
+
+def test_options_of_the_connection_may_stand_before_or_after_the_verb(
+    daemon: ScriptedDaemon, socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DSKD_ADDRESS")
+    daemon.replies["status"] = STATUS
+    assert main(["--address", f"unix://{socket}", "status", "--json"]) == ExitCode.DONE
+    assert main(["status", "--address", f"unix://{socket}"]) == ExitCode.DONE
