@@ -26,8 +26,9 @@ Float64 = NDArray[np.float64]
 
 
 def softmax(scores: Float64) -> Float64:
-    exponentials: Float64 = np.exp(scores - scores.max())
-    return exponentials / exponentials.sum()
+    exponentials = np.exp(scores - scores.max())
+    probabilities: Float64 = exponentials / exponentials.sum()
+    return probabilities
 
 
 def transformers_probabilities(logits: Logits, seen: list[int], params: SamplingParams) -> Float64:
@@ -55,7 +56,8 @@ def our_probabilities(logits: Logits, seen: list[int], params: SamplingParams) -
     scores = logits.astype(np.float64)
     penalise(scores, seen, params.repetition_penalty)
     weights = token_weights(scores, params)
-    return weights / weights.sum()
+    probabilities: Float64 = weights / weights.sum()
+    return probabilities
 
 
 def make_logits(seed: int, size: int = 50, scale: float = 3.0) -> Logits:

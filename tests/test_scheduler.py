@@ -183,7 +183,7 @@ def test_limits_under_which_nothing_could_run_are_refused(limits: tuple[int, int
 def test_every_request_ends_in_order_of_arrival_within_the_budget_and_no_block_is_lost(
     sizes: list[tuple[int, int]], num_blocks: int, budget: int, arrivals: int
 ) -> None:
-    """Whatever the sizes: nobody gets a first token before somebody older, and all get as many tokens as they asked for."""
+    """Whatever the sizes: nobody gets a first token before somebody older, and all get the tokens they asked for."""
     scheduler = make_scheduler(num_blocks=num_blocks, max_batch_tokens=budget, max_sequences=4)
     sequences = [make_sequence(prompt, new, str(i)) for i, (prompt, new) in enumerate(sizes)]
     late = sequences[arrivals:]

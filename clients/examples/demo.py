@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 from dskapi.v1.control_pb2 import SwitchPrecisionRequest, SwitchPrecisionResponse
-from dskapi.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rich.text import Text
-from rich.table import Table
-
+from dskapi.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest, GenerateResponse
 from dskctl.address import LONGEST_UNIX_PATH
 from dskctl.answer import MarkedAnswer
 from dskctl.daemon import Daemon, open_channel
@@ -31,30 +29,91 @@ from dskctl.tables import table
 from dskctl.words import MODES, mode_word
 from dskquant.errors import StoreError
 from dskquant.store import StoreManifest, file_sha256
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.table import Table
+from rich.text import Text
 
 FOLDER = Path(".demo").absolute()
 STORE = FOLDER / "store"
 CONFIG = FOLDER / "dskd.toml"
+STATE = FOLDER / "state"
 LOG = FOLDER / "dskd.log"
+LOG_TAIL_LINES = 20
+
 MODEL = "smollm2"
 QUESTION = "Explain to a curious child, step by step and with examples, how plants turn sunlight into food."
-SWITCHES = ("int8", "fp32", "int4")
-STRETCH_TOKENS = 30
-"""So many tokens of each mode, at least, before the next switch is asked for."""
-MAX_TOKENS = 1_500
+MAX_TOKENS = 2_000
+FIRST_MODE = "int4"
+NEXT_MODES = ("int8", "fp32", "int4")
+STRETCH_TOKENS = 40
+"""Tokens a mode makes, at least, before the next switch is asked for."""
+
 START_LIMIT_S = 300
 STOP_LIMIT_S = 60
-LOG_TAIL_LINES = 20
 
 console = PlainConsole()
 
 
 class DemoError(Exception):
-    """A step that did not do what it should; the message is the whole story."""
+    """A step did not do what it should; the message is the whole story."""
+
+
+def main() -> int:
+    """Runs the demo; returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gguf", type=Path, required=True, metavar="FILE", help="the model to convert and serve")
+    parser.add_argument("--serve", action="store_true", help="leave the daemon running until Ctrl-C")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    FOLDER.mkdir(exist_ok=True)
+    LOG.unlink(missing_ok=True)
+    try:
+        run(args.gguf, args.serve)
+    except DemoError as error:
+        return failed([str(error)])
+    except grpc.RpcError as error:
+        return failed(explained(error, "the socket of the demo")[1])
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def run(gguf: Path, serve: bool) -> None:
+    heading("Convert the model")
+    convert(gguf)
+    with socket_path() as socket:
+        address = f"unix://{socket}"
+        heading("Start the daemon")
+        write_config(address)
+        with running_daemon() as process, open_channel(address) as channel:
+            wait_until_serving(process, channel)
+            if serve:
+                wait_for_ctrl_c(process, address)
+            else:
+                heading("An answer, switched while it streams")
+                show_switched_answer(Daemon.over(channel))
+
+
+def failed(lines: list[str]) -> int:
+    """Says why, with the end of the daemon's log if it got so far."""
+    for line in lines:
+        print(f"demo: {line}", file=sys.stderr)
+    if LOG.exists():
+        tail = LOG.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        print(f"demo: the end of {LOG}:", *tail, sep="\n", file=sys.stderr)
+    return 1
 
 
 def heading(text: str) -> None:
     console.print(Text(f"\n== {text}", style="bold"))
+
+
+def announced(*command: str) -> list[str]:
+    """The command to run, shown. Raises DemoError when it is not installed."""
+    if shutil.which(command[0]) is None:
+        raise DemoError(f"no command {command[0]!r}; install it with: pip install '.[daemon]'")
+    console.print(f"$ {shlex.join(command)}", soft_wrap=True)
+    return list(command)
 
 
 def convert(gguf: Path) -> None:
@@ -62,71 +121,181 @@ def convert(gguf: Path) -> None:
     if is_whole(STORE):
         console.print(f"{STORE} is there and whole")
         return
-    command = ["dskquant", "convert", str(gguf), "-o", str(STORE)]
-    console.print(f"$ {' '.join(command)}")
-    if subprocess.run(command, check=False).returncode != 0:
+    shutil.rmtree(STORE, ignore_errors=True)
+    command = announced("dskquant", "convert", str(gguf), "-o", str(STORE))
+    if subprocess.run(command, check=False).returncode != 0:  # noqa: S603  (our own command)
         raise DemoError("the conversion failed")
 
 
 def is_whole(store: Path) -> bool:
     """Every file that the manifest lists is there with its digest."""
     try:
-        manifest = StoreManifest.read(store)
-        return all(file_sha256(store / name) == digest for name, digest in manifest.sha256.items())
+        digests = StoreManifest.read(store).sha256
+        return all(file_sha256(store / name) == digest for name, digest in digests.items())
     except (StoreError, OSError):
         return False
 
 
-def write_config() -> str:
-    """A configuration with one model and one unix socket; returns the address."""
-    socket = FOLDER / "dskd.sock"
-    if len(bytes(socket)) > LONGEST_UNIX_PATH:
-        socket = Path(tempfile.mkdtemp(prefix="dskd-")) / socket.name
-    address = f"unix://{socket}"
-    CONFIG.write_text(
-        f"[server]\nlisten = [{json.dumps(address)}]\nstate_dir = {json.dumps(str(FOLDER / 'state'))}\n\n"
-        f"[models.{MODEL}]\npath = {json.dumps(str(STORE))}\n"
-        'resident = ["int4", "int8"]\ndefault_mode = "int4"\nkv_cache_bytes = "256MiB"\n',
-        encoding="utf-8",
+@contextmanager
+def socket_path() -> Iterator[Path]:
+    """Beside the rest, or in a temporary folder where that path is too long for a socket."""
+    beside = FOLDER / "dskd.sock"
+    if len(bytes(beside)) <= LONGEST_UNIX_PATH:
+        yield beside
+        return
+    with tempfile.TemporaryDirectory(prefix="dskd-") as folder:
+        yield Path(folder) / beside.name
+
+
+def write_config(address: str) -> None:
+    """One model, one socket, no memory of the mode an earlier demo ended in. A JSON string is a TOML string too."""
+    shutil.rmtree(STATE, ignore_errors=True)
+    lines = (
+        "[server]",
+        f"listen = [{json.dumps(address)}]",
+        f"state_dir = {json.dumps(str(STATE))}",
+        "",
+        f"[models.{MODEL}]",
+        f"path = {json.dumps(str(STORE))}",
+        'resident = ["int4", "int8"]',
+        f'default_mode = "{FIRST_MODE}"',
+        'kv_cache_bytes = "256MiB"',
+        "",
     )
-    return address
+    CONFIG.write_text("\n".join(lines), encoding="utf-8")
 
 
 @contextmanager
-def running_daemon(address: str) -> Iterator[tuple[subprocess.Popen[bytes], grpc.Channel]]:
-    """A daemon that serves, stopped with SIGTERM at the end and expected to stop cleanly.
-
-    It has a session of its own: Ctrl-C on the terminal is for this program, which then stops it in order.
-    """
-    command = ["dskd", "serve", "--config", str(CONFIG)]
-    console.print(f"$ {' '.join(command)}   (log: {LOG})")
+def running_daemon() -> Iterator[subprocess.Popen[bytes]]:
+    """A daemon that has to stop cleanly at the end. In a session of its own, so that Ctrl-C reaches this program alone,
+    which then stops it in order."""
+    command = announced("dskd", "serve", "--config", str(CONFIG))
     with LOG.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)  # noqa: S603
     try:
-        with open_channel(address) as channel:
-            wait_until_serving(process, channel)
-            yield process, channel
-    except BaseException:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_LIMIT_S)
-        raise
+        yield process
     finally:
+        stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, and the clean end that has to follow. Raises DemoError when it does not."""
+    heading("Stop the daemon")
+    process.terminate()
+    try:
+        code = process.wait(STOP_LIMIT_S)
+    except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    ...
+        raise DemoError(f"the daemon did not stop within {STOP_LIMIT_S} s") from None
+    if code != 0:
+        raise DemoError(f"the daemon ended with exit code {code}")
+    console.print("stopped with exit code 0")
 
 
 def wait_until_serving(process: subprocess.Popen[bytes], channel: grpc.Channel) -> None:
-    """Listens to the daemon's health until it serves. Raises DemoError when it exits or takes too long."""
-    watch = health_pb2_grpc.HealthStub(channel).Watch
-    call = watch(health_pb2.HealthCheckRequest(), timeout=START_LIMIT_S, wait_for_ready=True)
-    threading.Thread(target=lambda: (process.wait(), call.cancel()), daemon=True).start()
+    """Listens to the daemon's health until it serves. Raises DemoError when it ends or takes too long."""
+    health: health_pb2_grpc.HealthStub = health_pb2_grpc.HealthStub(channel)
+    statuses = health.Watch(health_pb2.HealthCheckRequest(), timeout=START_LIMIT_S, wait_for_ready=True)
+    threading.Thread(target=lambda: (process.wait(), statuses.cancel()), daemon=True).start()
     try:
-        for response in call:
+        for response in statuses:
             if response.status == health_pb2.HealthCheckResponse.SERVING:
+                console.print("serving")
                 return
     except grpc.RpcError as error:
-        raise DemoError(f"the daemon does not serve: {error.code().name}") from error
+        raise DemoError(f"the daemon does not serve ({error.code().name})") from error
     finally:
-        call.cancel()
+        statuses.cancel()
+
+
+def wait_for_ctrl_c(process: subprocess.Popen[bytes], address: str) -> None:
+    """Raises DemoError when the daemon ends by itself."""
+    heading("Talk to it (Ctrl-C stops it)")
+    for command in ("status", "chat", "switch int8", "history", "watch"):
+        console.print(f"dskctl --address {address} {command}", soft_wrap=True)
+    try:
+        process.wait()
+    except KeyboardInterrupt:
+        return
+    raise DemoError("the daemon ended by itself")
+
+
+class SwitchPlan:
+    """Asks for the next mode, from a second thread, whenever the one at hand has made a stretch of the answer."""
+
+    def __init__(self, daemon: Daemon, thread: ThreadPoolExecutor) -> None:
+        self._daemon = daemon
+        self._thread = thread
+        self._mode: str | None = FIRST_MODE
+        self._coming = iter(NEXT_MODES)
+        self._tokens = 0
+        self._pending: Future[SwitchPrecisionResponse] | None = None
+        self.reports: list[SwitchPrecisionResponse] = []
+
+    @property
+    def is_done(self) -> bool:
+        return self._mode is None
+
+    def follow(self, response: GenerateResponse) -> None:
+        """Counts the tokens of a response and goes on when it is time. Raises what a switch raised."""
+        self._tokens += sum(mode_word(token.precision) == self._mode for token in response.tokens)
+        if self._pending is not None and self._pending.done():
+            self.reports.append(self._pending.result())
+            self._pending = None
+        if self._pending is None and self._tokens >= STRETCH_TOKENS:
+            self._ask_for(next(self._coming, None))
+
+    def _ask_for(self, mode: str | None) -> None:
+        self._mode, self._tokens = mode, 0
+        if mode is not None:
+            request = SwitchPrecisionRequest(model=MODEL, mode=MODES[mode], wait=True)
+            self._pending = self._thread.submit(self._daemon.switch_precision, request)
+
+
+def show_switched_answer(daemon: Daemon) -> None:
+    """Streams until every mode of the plan has made its stretch. Raises DemoError when the answer ends before."""
+    question = ChatMessage(role="user", content=QUESTION)
+    request = GenerateRequest(model=MODEL, chat=Chat(messages=[question]), max_new_tokens=MAX_TOKENS, ignore_eos=True)
+    view = MarkedAnswer(console)
+    with ThreadPoolExecutor(1) as thread:
+        plan, responses = SwitchPlan(daemon, thread), daemon.generate(request)
+        try:
+            for response in responses:
+                view.write(response)
+                plan.follow(response)
+                if plan.is_done:
+                    break
+        finally:
+            responses.cancel()
+            view.end()
+    if not plan.is_done:
+        raise DemoError("the answer ended before all switches were made")
+    console.print("", switches_table(plan.reports), "", tokens_table(view.tokens_by_mode), sep="\n")
+
+
+def switches_table(reports: list[SwitchPrecisionResponse]) -> Table:
+    """One row for each switch, in order."""
+    numbers = ("FLIP µs", "PREPARED IN ms")
+    made = table("FROM", "TO", "RESIDENT", *numbers, right=numbers)
+    for report in reports:
+        made.add_row(
+            mode_word(report.from_mode),
+            mode_word(report.to_mode),
+            "yes" if report.resident else "no",
+            f"{report.flip_us:.1f}",
+            f"{report.prepare_ms:,.0f}",
+        )
+    return made
+
+
+def tokens_table(counts: Counter[str]) -> Table:
+    """How many tokens of the answer each mode made."""
+    made = table("MODE", "TOKENS", right=("TOKENS",))
+    for mode, count in counts.items():
+        made.add_row(mode, str(count))
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

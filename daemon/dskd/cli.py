@@ -50,9 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dskd {VERSION}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="serve | doctor")
     serve = verbs.add_parser("serve", help="run the daemon until SIGTERM or Ctrl-C")
-    serve.add_argument(
-        "--listen", action="append", metavar="ADDRESS", help="instead of [server] listen; may be repeated"
-    )
+    serve.add_argument("--listen", action="append", metavar="ADDRESS", help="instead of [server] listen; repeatable")
     serve.add_argument("--log-format", choices=("json", "console"), help="instead of [log] format")
     doctor = verbs.add_parser("doctor", help="check CPU, memory, engines, configuration and model stores")
     doctor.add_argument("--json", action="store_true", help="print JSON")
@@ -65,13 +63,13 @@ def _serve(config_path: Path | None, options: argparse.Namespace) -> int:
     # Imported here: `dskd doctor` has to work where the engines are not installed.
     from dskd.listen import StartupError
     from dskd.log import configure_logging
-    from dskd.model_host import make_model_host
+    from dskd.model_host import host_factory
     from dskd.server import serve
 
     config = load_config(config_path, _overrides(options))
     configure_logging(config.log)
     try:
-        return asyncio.run(serve(config, make_model_host))
+        return asyncio.run(serve(config, host_factory(config)))
     except StartupError as error:
         print(f"dskd: {error}", file=sys.stderr)
         return FAILED

@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tomli
+from dskquant.engines import ENGINE_NAMES
+from dskquant.modes import PrecisionMode
 
 from dskd.address import Address
 from dskd.typed_toml import Between, Builder, ConfigError, OneOf
 from dskd.units import ByteSize
-from dskquant.engines import ENGINE_NAMES
-from dskquant.modes import PrecisionMode
 
 SYSTEM_SOCKET = Path("/run/dskd/dskd.sock")
 SYSTEM_STATE = Path("/var/lib/dskd")
 SYSTEM_CONFIG = Path("/etc/dskd/dskd.toml")
+OPEN_TO_ALL = (
+    "can be reached from other machines without encryption; "
+    "set [server.tls] certificate and key, or insecure = true if that is really meant"
+)
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 Problems = Iterator[tuple[str, str]]
@@ -77,10 +81,10 @@ class ServerConfig:
     """[server]: where and how the daemon answers."""
 
     listen: tuple[Address, ...] = field(default_factory=lambda: (Address(path=default_socket()),))
-    socket_mode: SocketMode = SocketMode(0o660)
+    socket_mode: SocketMode = field(default=SocketMode(0o660))
     insecure: bool = False
     grace_s: Annotated[float, Between(0)] = 30.0
-    max_message_bytes: Annotated[ByteSize, Between(1, 2**31 - 1)] = ByteSize(16 << 20)
+    max_message_bytes: Annotated[ByteSize, Between(1, 2**31 - 1)] = field(default=ByteSize(16 << 20))
     max_concurrent_requests: Annotated[int, Between(1)] = 1024
     allow_load_from_path: bool = False
     state_dir: Path = field(default_factory=default_state_dir)
@@ -91,11 +95,7 @@ class ServerConfig:
             yield "listen", "at least one address is needed"
         for address in self.listen:
             if not (address.is_loopback or self.tls or self.insecure):
-                yield (
-                    "listen",
-                    f"{address} can be reached from other machines without encryption; "
-                    "set [server.tls] certificate and key, or insecure = true if that is really meant",
-                )
+                yield "listen", f"{address} {OPEN_TO_ALL}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,11 @@ class SchedulerConfig:
 
     max_batch_tokens: Annotated[int, Between(1)] = 512
     max_sequences: Annotated[int, Between(1)] = 64
-    max_waiting: Annotated[int, Between(0)] = 256
+    max_waiting: Annotated[int, Between(1)] = 256
+
+    def problems(self) -> Problems:
+        if self.max_sequences > self.max_batch_tokens:
+            yield "max_sequences", f"{self.max_sequences} must not be above max_batch_tokens: each makes a token per step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +141,7 @@ class ModelConfig:
     load: bool = True  # at start
     threads: Annotated[int, Between(0)] = 0  # 0: all cores
     kv_precision: Annotated[str, OneOf(("u8", "f16", "bf16", "f32"))] = "u8"
-    kv_cache_bytes: ByteSize = ByteSize(2 << 30)
+    kv_cache_bytes: ByteSize = field(default=ByteSize(2 << 30))
     activation_group: Annotated[int, Between(0)] = 128  # 0: float activations
     on_demand_ttl_s: Annotated[float, Between(0)] = 60.0
     proof: ProofConfig = ProofConfig()
@@ -161,7 +165,7 @@ class Config:
             if not MODEL_NAME.fullmatch(name):
                 yield (
                     f"models.{name}",
-                    "a name has letters, digits, '.', '_' and '-', and starts with a letter or digit",
+                    "a name has letters, digits, '.', '_', '-' and starts with a letter or digit",
                 )
 
 

@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from dskquant.errors import StoreError
+from dskquant.store import StoreManifest, file_sha256
+
 from dskd import memory
 from dskd.config import Config, load_config
 from dskd.typed_toml import ConfigError
 from dskd.units import format_bytes
-from dskquant.errors import StoreError
-from dskquant.store import StoreManifest, file_sha256
 
 ENGINE_PACKAGES = ("openvino", "tokenizers", "grpcio")
 
@@ -46,7 +47,7 @@ class Finding:
 
 def examine(config_path: Path | None, root: Path = memory.ROOT) -> list[Finding]:
     """All findings, in the order to read them. `root` is where /proc and /sys are."""
-    return [*_cpu(root), _memory(root), *_packages(), *_configuration(config_path)]
+    return [*_cpu(root), _memory(root), *map(_package, ENGINE_PACKAGES), *_configuration(config_path)]
 
 
 def _cpu(root: Path) -> Iterator[Finding]:
@@ -75,12 +76,11 @@ def _memory(root: Path) -> Finding:
     return Finding(Level.OK, "memory", f"{format_bytes(memory.available_bytes(root))} available to this process")
 
 
-def _packages() -> Iterator[Finding]:
-    for name in ENGINE_PACKAGES:
-        try:
-            yield Finding(Level.OK, name, metadata.version(name))
-        except metadata.PackageNotFoundError:
-            yield Finding(Level.FAILED, name, "is not installed; install dskd with its extra: dskd[daemon]")
+def _package(name: str) -> Finding:
+    try:
+        return Finding(Level.OK, name, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Finding(Level.FAILED, name, "is not installed; install dskd with its extra: dskd[daemon]")
 
 
 def _configuration(path: Path | None) -> Iterator[Finding]:

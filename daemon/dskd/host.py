@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
+from dskquant.modes import PrecisionMode
+from dskquant.store import StoreManifest
+
 from dskd.config import ModelConfig
 from dskd.engine.request import GenerationRequest, InFlight, StepOutput
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
 from dskd.manager.types import ManagerSnapshot, SwitchReport
 from dskd.text.tokenizer import TextCodec
-from dskquant.modes import PrecisionMode
-from dskquant.store import StoreManifest
 
 
 class ModelHost(Protocol):
@@ -29,7 +30,10 @@ class ModelHost(Protocol):
         ...
 
     async def load(self) -> None:
-        """Gets ready to serve without holding up the event loop. When it raises (or is cancelled) it has freed everything."""
+        """Gets ready to serve without holding up the event loop.
+
+        When it raises, or is cancelled, it has freed everything.
+        """
         ...
 
     async def close(self, grace_s: float) -> int:
@@ -43,7 +47,7 @@ class ModelHost(Protocol):
     def snapshot(self) -> ManagerSnapshot: ...
 
     async def switch(self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool) -> SwitchReport:
-        """Changes the mode of the model and writes history and events of it. Raises DskdError when it cannot be done."""
+        """Changes the mode of the model, and records that in history and events. Raises DskdError when it cannot."""
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[StepOutput, None]:

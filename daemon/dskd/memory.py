@@ -5,6 +5,8 @@ Sources: proc(5) for /proc/meminfo and /proc/self/status; the kernel's cgroup-v2
 
 from __future__ import annotations
 
+import ctypes
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,13 @@ def rss_bytes(root: Path = ROOT) -> int:
     return _kib_field(root / "proc/self/status", "VmRSS")
 
 
+def give_back() -> None:
+    """Returns freed memory to the system now; the C library would keep it for later (malloc_trim(3), GNU only)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def require(needed: int, what: str, root: Path = ROOT) -> None:
     """Raises ResourceExhaustedError with the numbers unless `needed` bytes are available for `what`."""
     available = available_bytes(root)
@@ -49,6 +58,13 @@ def require(needed: int, what: str, root: Path = ROOT) -> None:
             f"{format_bytes(needed - available)} too little; unload a model, keep fewer modes resident, "
             "or make kv_cache_bytes smaller",
         )
+
+
+def give_back() -> None:
+    """Returns freed memory to the system: glibc keeps what is between blocks in use (malloc_trim(3))."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
 
 
 def _kib_field(path: Path, name: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import structlog
@@ -15,7 +15,7 @@ from dskd.errors import FailedPreconditionError, InvalidArgumentError, Unavailab
 from dskd.host import HostFactory, ModelHost
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
-from dskd.manager.types import HistoryEntry
+from dskd.manager.types import HistoryEntry, ManagerSnapshot
 from dskd.states import LOADABLE, PASSING, ModelState
 
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
@@ -74,16 +74,14 @@ class ModelRegistry:
         return self._entries[name]
 
     def resolve(self, name: str) -> ModelEntry:
-        """Like `get`; the empty name means the only loaded model. Raises InvalidArgumentError when that is ambiguous."""
+        """Like `get`; the empty name means the only loaded model. Raises InvalidArgumentError when it is ambiguous."""
         if name:
             return self.get(name)
         loaded = [entry for entry in self.entries() if entry.host is not None]
         if len(loaded) == 1:
             return loaded[0]
-        names = ", ".join(entry.name for entry in loaded)
-        raise InvalidArgumentError(
-            "model", f"name one of the loaded models: {names}" if names else "no model is loaded"
-        )
+        names = ", ".join(entry.name for entry in loaded) or "none"
+        raise InvalidArgumentError("model", f"must be named, unless exactly one model is loaded; loaded: {names}")
 
     def add(self, name: str, config: ModelConfig) -> None:
         """Makes a model known. Raises InvalidArgumentError when the name belongs to one with another configuration."""
@@ -122,7 +120,10 @@ class ModelRegistry:
             self._fail(entry, "load", actor, error)
             raise
         entry.host = host
-        self._history.append(_loaded(entry.name, host, actor, (time.monotonic() - started) * 1e3))
+        first = host.snapshot()
+        phases_ms = {"build": (time.monotonic() - started) * 1e3}
+        record = replace(_committed(entry.name, "load", actor, first), to_mode=first.mode, phases_ms=phases_ms)
+        self._history.append(record)
         self._enter(entry, ModelState.SERVING)
 
     async def unload(self, name: str, actor: str, grace_s: float) -> int:
@@ -165,17 +166,7 @@ class ModelRegistry:
             self._fail(entry, "unload", actor, error)
             raise
         entry.host = None
-        self._history.append(
-            HistoryEntry(
-                entry.name,
-                "unload",
-                actor,
-                "committed",
-                from_mode=last.mode,
-                generation=last.generation,
-                hash=last.hash,
-            )
-        )
+        self._history.append(replace(_committed(entry.name, "unload", actor, last), from_mode=last.mode))
         self._enter(entry, ModelState.UNLOADED)
         return aborted
 
@@ -192,18 +183,8 @@ class ModelRegistry:
         log.info("model state", model=entry.name, state=state.value)
 
 
-def _loaded(name: str, host: ModelHost, actor: str, build_ms: float) -> HistoryEntry:
-    now = host.snapshot()
-    return HistoryEntry(
-        name,
-        "load",
-        actor,
-        "committed",
-        to_mode=now.mode,
-        generation=now.generation,
-        hash=now.hash,
-        phases_ms={"build": build_ms},
-    )
+def _committed(model: str, kind: str, actor: str, state: ManagerSnapshot) -> HistoryEntry:
+    return HistoryEntry(model, kind, actor, "committed", generation=state.generation, hash=state.hash)
 
 
 async def _outcome(task: asyncio.Task[T]) -> T:

@@ -64,10 +64,6 @@ class OneOf:
         return ", ".join(_spell(choice) for choice in self.choices)
 
 
-class _Wrong(Exception):
-    """One value is not allowed; the message says what is."""
-
-
 _NO_VALUE: Any = object()
 
 
@@ -114,7 +110,7 @@ class Builder:
             return tuple(self._value(arguments[0], item, f"{path}[{index}]") for index, item in enumerate(value))
         try:
             return _scalar(hint, value, self.base)
-        except (_Wrong, ValueError) as wrong:
+        except ValueError as wrong:
             self.problems.append(f"{path} = {_spell(value)}: {wrong}")
             return _NO_VALUE
 
@@ -135,13 +131,13 @@ def _scalar(hint: Any, value: Any, base: Path) -> Any:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint(_constrained(value, OneOf(tuple(member.value for member in hint))))
     if type(value) is not hint:
-        raise _Wrong(f"allowed: {_describe(hint)}")
+        raise ValueError(f"allowed: {_describe(hint)}")
     return value
 
 
 def _constrained(value: Any, constraint: Constraint) -> Any:
     if not constraint.allows(value):
-        raise _Wrong(f"allowed: {constraint}")
+        raise ValueError(f"allowed: {constraint}")
     return value
 
 

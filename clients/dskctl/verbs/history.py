@@ -55,8 +55,10 @@ def _row(entry: HistoryEntry) -> list[str]:
 
 
 def _phases(entry: HistoryEntry) -> str:
-    """The phases that took time, in the order they ran."""
-    return ", ".join(f"{phase} {entry.phases_ms[phase]:,.1f} ms" for phase in PHASES if phase in entry.phases_ms)
+    """In the order they ran, as far as this client knows them."""
+    known = [phase for phase in PHASES if phase in entry.phases_ms]
+    others = sorted(entry.phases_ms.keys() - set(PHASES))
+    return ", ".join(f"{phase} {entry.phases_ms[phase]:,.1f} ms" for phase in (*known, *others))
 
 
 VERB = Verb(

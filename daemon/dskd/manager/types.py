@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from dskd.engine.request import InFlight, LoopSnapshot
 from dskquant.modes import PrecisionMode
+
+from dskd.engine.request import InFlight, LoopSnapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dskapi.v1 import common_pb2, control_pb2, inference_pb2
+from dskquant.modes import PrecisionMode
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from dskapi.v1 import common_pb2, control_pb2, inference_pb2
 from dskd.engine.request import FinishReason, InFlight
 from dskd.errors import InvalidArgumentError
 from dskd.states import ModelState
-from dskquant.modes import PrecisionMode
 
 MODES = {
     PrecisionMode.INT4: common_pb2.PRECISION_MODE_INT4,
@@ -32,8 +32,8 @@ STATES = {
     ModelState.UNLOADING: control_pb2.MODEL_STATE_UNLOADING,
     ModelState.FAILED: control_pb2.MODEL_STATE_FAILED,
 }
-_MODE_OF = {number: mode for mode, number in MODES.items()}
-_IN_FLIGHT_OF = {number: word for word, number in IN_FLIGHT.items()}
+_MODE_OF: dict[int, PrecisionMode] = {number: mode for mode, number in MODES.items()}
+_IN_FLIGHT_OF: dict[int, InFlight] = {number: word for word, number in IN_FLIGHT.items()}
 
 
 def chosen_mode(number: int, field: str) -> PrecisionMode | None:

@@ -7,6 +7,7 @@ import time
 from contextlib import aclosing
 
 from dskapi.v1 import inference_pb2, inference_pb2_grpc
+
 from dskd.registry import ModelRegistry
 from dskd.rpc.answer import Answer
 from dskd.rpc.gate import Gate

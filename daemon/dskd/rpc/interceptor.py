@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -22,8 +22,9 @@ OWN_SERVICES = "/dskapi."
 REQUEST_ID: ContextVar[str] = ContextVar("request_id")
 """Names the call being answered, in responses and in the log."""
 
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 Context = grpc.aio.ServicerContext[Any, Any]
-Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -31,9 +32,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Request, Response] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> grpc.RpcMethodHandler[Request, Response] | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or not method.startswith(OWN_SERVICES):
@@ -45,7 +46,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(single, response_serializer=handler.response_serializer)
 
 
-def _answering(method: str, behaviour: Behaviour, deserialize: Callable[[bytes], Any]) -> Any:
+# The behaviours are typed as those of the synchronous server by the stubs of grpc; hence Any.
+def _answering(method: str, behaviour: Any, deserialize: Any) -> Any:
     """A handler of raw requests around `behaviour`, so that an undecodable request gets a status of ours too."""
 
     async def answer(raw: bytes, context: Context) -> Any:
@@ -53,19 +55,20 @@ def _answering(method: str, behaviour: Behaviour, deserialize: Callable[[bytes],
         REQUEST_ID.set(request_id)  # each call runs in a task, hence in a context of its own
         structlog.contextvars.bind_contextvars(request_id=request_id)
         started = time.monotonic()
-        code = "CANCELLED"
+        code = grpc.StatusCode.CANCELLED
         try:
             response = await behaviour(_decoded(raw, deserialize), context)
-            code = "OK"
+            code = grpc.StatusCode.OK
             return response
         except Exception as error:
-            status = status_of(error, request_id)
-            code = next(known.name for known in grpc.StatusCode if known.value[0] == status.code)
             if not is_expected(error):
                 log.exception("unexpected error", method=method, error_id=request_id)
-            await _abort(context, status)
+            packed = rpc_status.to_status(status_of(error, request_id))
+            code = packed.code
+            await context.abort(packed.code, packed.details, packed.trailing_metadata)
         finally:
-            log.info("call", method=method, code=code, ms=round((time.monotonic() - started) * 1e3, 1))
+            milliseconds = round((time.monotonic() - started) * 1e3, 1)
+            log.info("call", method=method, code=code.name, milliseconds=milliseconds)
 
     return answer
 
@@ -78,8 +81,3 @@ def _decoded(raw: bytes, deserialize: Callable[[bytes], Any]) -> Any:
     if model := getattr(request, "model", ""):
         structlog.contextvars.bind_contextvars(model=model)
     return request
-
-
-async def _abort(context: Context, status: Any) -> NoReturn:
-    packed = rpc_status.to_status(status)
-    await context.abort(packed.code, packed.details, packed.trailing_metadata)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import grpc
+from dskquant.errors import QuantError
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2 as details
@@ -17,18 +18,16 @@ from dskd.errors import (
     ResourceExhaustedError,
     UnknownModelError,
 )
-from dskquant.errors import QuantError
 
-LONGEST_MESSAGE = 1_000  # characters; message and details travel in HTTP/2 headers, which hold 8 KiB
+LONGEST_MESSAGE = 800  # bytes; message and details travel in HTTP/2 headers, which hold 8 KiB
 DOMAIN = "dskd"
 
 
 def status_of(error: Exception, error_id: str) -> Status:
     """The status a client gets for `error`; of an unexpected one it learns `error_id` alone, which the log explains."""
     if not is_expected(error):
-        status = Status(
-            code=grpc.StatusCode.INTERNAL.value[0], message=f"internal error {error_id}; the log tells more"
-        )
+        message = f"internal error {error_id}; the log tells more"
+        status = Status(code=grpc.StatusCode.INTERNAL.value[0], message=message)
         _attach(status, details.ErrorInfo(reason="INTERNAL", domain=DOMAIN, metadata={"error_id": error_id}))
         return status
     status = Status(code=_code(error).value[0], message=_cut(str(error)))
@@ -50,8 +49,8 @@ def _code(error: Exception) -> grpc.StatusCode:
 def _details(error: Exception) -> Iterator[Message]:
     text = _cut(str(error))
     if isinstance(error, InvalidArgumentError):
-        violation = details.BadRequest.FieldViolation(field=error.field, description=_cut(error.description))
-        yield details.BadRequest(field_violations=[violation])
+        wrong = details.BadRequest.FieldViolation(field=error.field, description=_cut(error.description))
+        yield details.BadRequest(field_violations=[wrong])
     elif isinstance(error, UnknownModelError):
         known = _cut(f"known: {', '.join(error.known) or 'none'}")
         yield details.ResourceInfo(resource_type="model", resource_name=_cut(error.name), description=known)
@@ -60,16 +59,15 @@ def _details(error: Exception) -> Iterator[Message]:
     elif isinstance(error, QuantError):
         yield _precondition("MODEL", type(error).__name__, text)
     elif isinstance(error, ResourceExhaustedError):
-        yield details.QuotaFailure(
-            violations=[details.QuotaFailure.Violation(subject=error.resource, description=text)]
-        )
+        violation = details.QuotaFailure.Violation(subject=error.resource, description=text)
+        yield details.QuotaFailure(violations=[violation])
         if error.retry_after_s is not None:
             delay = Duration()
             delay.FromMilliseconds(round(error.retry_after_s * 1e3))
             yield details.RetryInfo(retry_delay=delay)
 
 
-def _precondition(kind: str, subject: str, description: str) -> Message:
+def _precondition(kind: str, subject: str, description: str) -> details.PreconditionFailure:
     violation = details.PreconditionFailure.Violation(type=kind, subject=subject, description=description)
     return details.PreconditionFailure(violations=[violation])
 
@@ -79,4 +77,5 @@ def _attach(status: Status, detail: Message) -> None:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST_MESSAGE else text[: LONGEST_MESSAGE - 3] + "..."
+    encoded = text.encode()
+    return text if len(encoded) <= LONGEST_MESSAGE else encoded[:LONGEST_MESSAGE].decode(errors="ignore") + "..."

@@ -1,0 +1,70 @@
+"""The proof gate: no graph serves before it has answered the golden prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dskquant import golden
+from dskquant.divergence import Divergence
+from dskquant.engines.protocol import Engine, Graph, Logits
+from dskquant.modes import LADDER, PrecisionMode
+
+from dskd.config import ProofConfig
+from dskd.errors import FailedPreconditionError
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a mode answered to the golden prompts."""
+
+    mode: PrecisionMode
+    divergence: Divergence
+
+
+class Prover:
+    """Asks graphs the golden prompts and compares their answers with the reference's.
+
+    The reference's answers are in the store. Where they are not (the FP32 graph did not fit when the model was
+    converted), the answers of the most exact mode proven so far stand in for them.
+    """
+
+    def __init__(self, prompts: golden.Golden, engine: Engine, limits: ProofConfig) -> None:
+        self._prompts = prompts.prompts
+        self._reference = prompts.reference
+        self._stand_in: tuple[PrecisionMode, Logits] | None = None
+        self._engine = engine
+        self._limits = limits
+
+    def prove(self, graph: Graph) -> list[Proof]:
+        """Runs `graph` in each mode, the most exact first, which also warms it up; leaves a scratch cache bound.
+
+        Raises FailedPreconditionError, naming the mode and the figures, when an answer is not finite or too far away.
+        """
+        modes = [mode for mode in reversed(LADDER) if mode in graph.modes]
+        return [self._prove_mode(graph, mode) for mode in modes]
+
+    def _prove_mode(self, graph: Graph, mode: PrecisionMode) -> Proof:
+        logits = golden.answers(self._prompts, graph, self._engine, mode)
+        proof = Proof(mode, Divergence.between(self._reference_for(mode, logits), logits))
+        self._judge(proof)
+        return proof
+
+    def _reference_for(self, mode: PrecisionMode, logits: Logits) -> Logits:
+        if self._reference is not None:
+            return self._reference
+        if self._stand_in is None or LADDER.index(mode) >= LADDER.index(self._stand_in[0]):
+            before, self._stand_in = self._stand_in, (mode, logits)
+            return before[1] if before else logits
+        return self._stand_in[1]
+
+    def _judge(self, proof: Proof) -> None:
+        mode, figures = proof.mode.value, proof.divergence
+        if not figures.finite:
+            raise FailedPreconditionError(mode, f"{mode} failed its proof: an answer to a golden prompt is not finite")
+        if figures.mean_kl > self._limits.max_kl or figures.agreement < self._limits.min_agreement:
+            raise FailedPreconditionError(
+                mode,
+                f"{mode} failed its proof: on the golden prompts its mean KL to the reference is {figures.mean_kl:.3g} "
+                f"nats (limit {self._limits.max_kl:g}) and its top-1 agreement {figures.agreement:.0%} "
+                f"(at least {self._limits.min_agreement:.0%})",
+            )

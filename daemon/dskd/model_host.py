@@ -1,0 +1,61 @@
+"""One model in memory: its store, its tokenizer, and the QuantizerManager that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from dskquant.engines import load_engine
+from dskquant.modes import PrecisionMode
+from dskquant.store import StoreManifest
+
+from dskd.config import Config, ModelConfig
+from dskd.engine.request import GenerationRequest, InFlight, StepOutput
+from dskd.host import HostFactory, ModelHost
+from dskd.manager.events import EventBus
+from dskd.manager.history import History
+from dskd.manager.manager import QuantizerManager
+from dskd.manager.types import ManagerSnapshot, SwitchReport
+from dskd.text.tokenizer import TextCodec
+
+
+def host_factory(config: Config) -> HostFactory:
+    """Makes the hosts of the models of a daemon that is configured by `config`."""
+
+    def make_host(name: str, model: ModelConfig, events: EventBus, history: History) -> ModelHost:
+        return StoredModelHost(name, model, config, events, history)
+
+    return make_host
+
+
+class StoredModelHost:
+    """A model of a store directory."""
+
+    def __init__(self, name: str, model: ModelConfig, config: Config, events: EventBus, history: History) -> None:
+        self._store = model.path
+        self._manager = QuantizerManager(
+            name,
+            model,
+            config.scheduler,
+            load_engine(model.engine),
+            config.server.state_dir / f"{name}.json",
+            events,
+            history,
+        )
+
+    async def load(self) -> None:
+        self.manifest: StoreManifest = await asyncio.to_thread(StoreManifest.read, self._store)
+        self.codec: TextCodec = await asyncio.to_thread(TextCodec.load, self._store)
+        await self._manager.start()
+
+    async def close(self, grace_s: float) -> int:
+        return await self._manager.close(grace_s)
+
+    def snapshot(self) -> ManagerSnapshot:
+        return self._manager.snapshot()
+
+    async def switch(self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool) -> SwitchReport:
+        return await self._manager.switch(mode, in_flight, actor, wait)
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[StepOutput, None]:
+        return self._manager.generate(request)

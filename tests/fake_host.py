@@ -1,0 +1,208 @@
+"""A model host that plays a script, and a daemon around it; for the tests of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+from dskapi.v1 import control_pb2_grpc, inference_pb2_grpc
+from dskquant.modes import LADDER, PrecisionMode
+from dskquant.store import StoreManifest
+from grpc_health.v1 import health_pb2_grpc
+
+from dskd.address import Address
+from dskd.config import Config, ModelConfig, ServerConfig
+from dskd.engine.request import (
+    FinishReason,
+    GenerationRequest,
+    InFlight,
+    LoopSnapshot,
+    MadeToken,
+    RequestStats,
+    StepOutput,
+)
+from dskd.errors import UnavailableError
+from dskd.manager.events import EventBus
+from dskd.manager.history import History
+from dskd.manager.types import ManagerSnapshot, ModeState, SwitchReport
+from dskd.server import Daemon
+from dskd.text.tokenizer import TextCodec
+
+END = 256
+"""The end-of-text token; the tokens below it are the bytes of UTF-8 text."""
+
+MANIFEST = StoreManifest(
+    model_id="tiny",
+    architecture="llama",
+    dtype="f16",
+    num_layers=1,
+    hidden_size=8,
+    intermediate_size=8,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    vocab_size=257,
+    context_length=1000,
+    parameters=12_345,
+    bos_token_id=None,
+    end_token_ids=(END,),
+)
+STATS = RequestStats(queue_s=0.25, first_token_s=0.5, total_s=1.0, preemptions=3)
+
+Script = Sequence[StepOutput | Exception | asyncio.Event]
+
+
+def output(*ids: int, mode: PrecisionMode = PrecisionMode.INT4, finish: FinishReason | None = None) -> StepOutput:
+    """One step's tokens, all made by `mode`."""
+    tokens = tuple(MadeToken(id_, mode, 1, "fake") for id_ in ids)
+    return StepOutput("", tokens, finish, STATS if finish else None)
+
+
+def outputs(text: str, finish: FinishReason = FinishReason.LENGTH) -> list[StepOutput]:
+    """One step for each byte of `text`; the last one finishes."""
+    steps = [output(byte) for byte in text.encode()]
+    return [*steps[:-1], replace(steps[-1], finish=finish, stats=STATS)]
+
+
+class FakeHost:
+    """Plays `script` to every request (an event in it is waited for) and records what it was asked."""
+
+    manifest = MANIFEST
+
+    def __init__(self, codec: TextCodec, script: Script = ()) -> None:
+        self.codec = codec
+        self.script = script
+        self.load_result: Exception | asyncio.Event | None = None
+        self.switch_result: SwitchReport | Exception | None = None
+        self.requests: list[GenerationRequest] = []
+        self.switches: list[tuple[PrecisionMode, InFlight, str, bool]] = []
+        self.freed: asyncio.Queue[str] = asyncio.Queue()
+        self.graces: list[float] = []
+        self._closing = self._aborted = False
+        self._open = 0
+        self._idle = asyncio.Event()
+
+    async def load(self) -> None:
+        if isinstance(self.load_result, Exception):
+            raise self.load_result
+        if self.load_result:
+            await self.load_result.wait()
+
+    async def close(self, grace_s: float) -> int:
+        self.graces.append(grace_s)
+        self._closing = True
+        aborted = 0
+        if self._open:
+            try:
+                await asyncio.wait_for(self._idle.wait(), grace_s)
+            except asyncio.TimeoutError:
+                aborted = self._abort()
+        return aborted
+
+    def _abort(self) -> int:
+        self._aborted = True
+        for item in self.script:
+            if isinstance(item, asyncio.Event):
+                item.set()
+        return self._open
+
+    def snapshot(self) -> ManagerSnapshot:
+        modes = tuple(ModeState(mode, mode is PrecisionMode.INT4, 100, 7, 1) for mode in LADDER)
+        loop = LoopSnapshot(running=self._open, waiting=2, blocks_total=10, blocks_free=4)
+        return ManagerSnapshot("fake", PrecisionMode.INT4, 5, "abc", modes, loop, 640, "")
+
+    async def switch(self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool) -> SwitchReport:
+        self.switches.append((mode, in_flight, actor, wait))
+        if isinstance(self.switch_result, SwitchReport):
+            return self.switch_result
+        raise self.switch_result or AssertionError("no switch was scripted")
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[StepOutput, None]:
+        if self._closing:
+            raise UnavailableError("the model is being unloaded")
+        self.requests.append(request)
+        self._open += 1
+        self._idle.clear()
+        try:
+            for item in self.script:
+                if isinstance(item, StepOutput):
+                    yield replace(item, request_id=request.request_id)
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    await item.wait()
+                    if self._aborted:
+                        raise UnavailableError("the model was unloaded before the answer was complete")
+        finally:
+            self._open -= 1
+            self._idle.set()
+            self.freed.put_nowait(request.request_id)
+
+
+@dataclass
+class Service:
+    """A running daemon and a client of it."""
+
+    daemon: Daemon
+    channel: grpc.aio.Channel
+
+    @property
+    def inference(self) -> Any:
+        return inference_pb2_grpc.InferenceStub(self.channel)  # type: ignore[no-untyped-call]
+
+    @property
+    def control(self) -> Any:
+        return control_pb2_grpc.ControlStub(self.channel)  # type: ignore[no-untyped-call]
+
+    @property
+    def health(self) -> Any:
+        return health_pb2_grpc.HealthStub(self.channel)
+
+    async def state(self, name: str) -> str:
+        return self.daemon.registry.get(name).state.value
+
+
+@asynccontextmanager
+async def serving(folder: Path, hosts: dict[str, FakeHost], **server: Any) -> AsyncIterator[Service]:
+    """A daemon on a unix socket in `folder` with these hosts; `server` replaces defaults of its section."""
+    listen = (Address(path=folder / "dskd.sock"),)
+    models = {name: ModelConfig(path=folder / name) for name in hosts}
+    config = Config(server=ServerConfig(**{"listen": listen, "grace_s": 5.0, **server}), models=models)
+    daemon = Daemon(config, lambda name, *_: hosts[name])
+    await daemon.startup()
+    try:
+        for name in hosts:
+            await settled(daemon, name)
+        async with grpc.aio.insecure_channel(f"unix:{folder / 'dskd.sock'}") as channel:
+            yield Service(daemon, channel)
+    finally:
+        daemon.stop()
+        daemon.stop()
+        await daemon.shutdown()
+
+
+async def settled(daemon: Daemon, name: str) -> None:
+    """Waits for the end of a load that needs no event of its script."""
+    entry = daemon.registry.get(name)
+    host_waits = isinstance(getattr(entry, "host", None), FakeHost)
+    if entry.loading and not host_waits:
+        await asyncio.wait([entry.loading], timeout=0.2)
+
+
+def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Runs a test that is a coroutine function in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30))
+
+    return run
+
+
+__all__ = ["EventBus", "History"]
