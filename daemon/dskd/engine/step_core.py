@@ -121,10 +121,10 @@ class StepCore:
     # Steps
 
     def step(self) -> None:
-        """Runs one step of every graph that has work."""
+        """Runs one step of every graph that has work. Raises InternalError, rather than spin, if nothing can run."""
         chunks = self._scheduler.schedule()
         if not chunks:
-            return
+            raise InternalError("requests are open, but none of them can run")
         now = time.perf_counter()
         by_graph: dict[int, tuple[Graph, list[Chunk]]] = {}
         for chunk in chunks:

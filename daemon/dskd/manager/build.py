@@ -41,8 +41,8 @@ class Builder:
     def build(self, modes: frozenset[PrecisionMode], cache: KVCache | None) -> Build:
         """Blocks for as long as it takes. Without `cache` the caller binds the graph before it serves.
 
-        Raises ResourceExhaustedError when memory is short, FailedPreconditionError when the proof fails, StoreError when
-        files are damaged. Nothing of the graph is left then.
+        Raises ResourceExhaustedError when memory is short, FailedPreconditionError when the proof fails, StoreError
+        when files are damaged. Nothing of the graph is left then.
         """
         phases: dict[str, float] = {}
         lower_priority()

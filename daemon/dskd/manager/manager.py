@@ -69,7 +69,7 @@ class QuantizerManager:
     # Life
 
     async def start(self) -> None:
-        """Builds and proves the resident modes, then serves. When it raises DskdError or QuantError, nothing is left."""
+        """Builds and proves the resident modes, then serves. What it raises is a DskdError or QuantError."""
         store, config = self._config.path, self._config
         parameters = await asyncio.to_thread(parameter_set.read, store / DEFAULT_PARAMETER_SET)
         prompts = await asyncio.to_thread(golden.read, store)

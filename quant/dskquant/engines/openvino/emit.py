@@ -147,10 +147,10 @@ class _Builder:
         group = config.num_heads // config.num_kv_heads
         if group == 1:
             return heads
-        tokens = _dimension(heads, 2)
-        shape = ops.concat([ops.gather(ops.shape_of(heads), _integers(0, 1), _integer(0)), _integers(group), tokens, _integers(config.head_dim)], 0)
-        repeated = ops.broadcast(ops.unsqueeze(heads, _integer(2)), shape, "BIDIRECTIONAL")
-        return ops.reshape(repeated, _integers(0, config.num_heads, -1, config.head_dim), True)
+        each = ops.broadcast(
+            ops.unsqueeze(heads, _integer(2)), _integers(1, 1, group, 1, 1), broadcast_spec="BIDIRECTIONAL"
+        )
+        return ops.reshape(each, _integers(0, config.num_heads, -1, config.head_dim), True)
 
     def _causal_mask(self) -> ov.Node:
         """[batch, 1, tokens, past + tokens]: 0 where a token may look, a large negative number elsewhere."""
