@@ -12,10 +12,6 @@ from typing import Any
 
 import grpc
 from dskapi.v1 import control_pb2_grpc, inference_pb2_grpc
-from dskquant.modes import LADDER, PrecisionMode
-from dskquant.store import StoreManifest
-from grpc_health.v1 import health_pb2_grpc
-
 from dskd.address import Address
 from dskd.config import Config, ModelConfig, ServerConfig
 from dskd.engine.request import (
@@ -28,11 +24,13 @@ from dskd.engine.request import (
     StepOutput,
 )
 from dskd.errors import UnavailableError
-from dskd.manager.events import EventBus
-from dskd.manager.history import History
 from dskd.manager.types import ManagerSnapshot, ModeState, SwitchReport
 from dskd.server import Daemon
 from dskd.text.tokenizer import TextCodec
+from dskquant.modes import LADDER, PrecisionMode
+from dskquant.store import CHAT_TEMPLATE, TOKENIZER, StoreManifest
+from grpc_health.v1 import health_pb2_grpc
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 END = 256
 """The end-of-text token; the tokens below it are the bytes of UTF-8 text."""
@@ -87,6 +85,10 @@ class FakeHost:
         self._closing = self._aborted = False
         self._open = 0
         self._idle = asyncio.Event()
+
+    @property
+    def load_waits(self) -> bool:
+        return isinstance(self.load_result, asyncio.Event)
 
     async def load(self) -> None:
         if isinstance(self.load_result, Exception):
@@ -151,48 +153,47 @@ class Service:
 
     daemon: Daemon
     channel: grpc.aio.Channel
+    ending: asyncio.Task[int] | None = None
 
     @property
     def inference(self) -> Any:
-        return inference_pb2_grpc.InferenceStub(self.channel)  # type: ignore[no-untyped-call]
+        return inference_pb2_grpc.InferenceStub(self.channel)
 
     @property
     def control(self) -> Any:
-        return control_pb2_grpc.ControlStub(self.channel)  # type: ignore[no-untyped-call]
+        return control_pb2_grpc.ControlStub(self.channel)
 
     @property
     def health(self) -> Any:
         return health_pb2_grpc.HealthStub(self.channel)
 
-    async def state(self, name: str) -> str:
-        return self.daemon.registry.get(name).state.value
+    def end(self) -> asyncio.Task[int]:
+        """Begins an orderly shutdown; the result of the task is the exit code."""
+        self.daemon.stop()
+        self.ending = self.ending or asyncio.create_task(self.daemon.shutdown())
+        return self.ending
 
 
 @asynccontextmanager
 async def serving(folder: Path, hosts: dict[str, FakeHost], **server: Any) -> AsyncIterator[Service]:
-    """A daemon on a unix socket in `folder` with these hosts; `server` replaces defaults of its section."""
-    listen = (Address(path=folder / "dskd.sock"),)
-    models = {name: ModelConfig(path=folder / name) for name in hosts}
-    config = Config(server=ServerConfig(**{"listen": listen, "grace_s": 5.0, **server}), models=models)
+    """A daemon on a unix socket in `folder` with these hosts, loaded; `server` replaces defaults of its section."""
+    socket = folder / "dskd.sock"
+    config = Config(
+        server=ServerConfig(**{"listen": (Address(path=socket),), "grace_s": 5.0, **server}),
+        models={name: ModelConfig(path=folder / name) for name in hosts},
+    )
     daemon = Daemon(config, lambda name, *_: hosts[name])
     await daemon.startup()
-    try:
-        for name in hosts:
-            await settled(daemon, name)
-        async with grpc.aio.insecure_channel(f"unix:{folder / 'dskd.sock'}") as channel:
-            yield Service(daemon, channel)
-    finally:
-        daemon.stop()
-        daemon.stop()
-        await daemon.shutdown()
-
-
-async def settled(daemon: Daemon, name: str) -> None:
-    """Waits for the end of a load that needs no event of its script."""
-    entry = daemon.registry.get(name)
-    host_waits = isinstance(getattr(entry, "host", None), FakeHost)
-    if entry.loading and not host_waits:
-        await asyncio.wait([entry.loading], timeout=0.2)
+    loads = [daemon.registry.get(name).loading for name, host in hosts.items() if not host.load_waits]
+    await asyncio.gather(*(load for load in loads if load), return_exceptions=True)
+    async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
+        service = Service(daemon, channel)
+        try:
+            yield service
+        finally:
+            service.daemon.stop()
+            service.daemon.stop()
+            await service.end()
 
 
 def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -205,4 +206,22 @@ def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
-__all__ = ["EventBus", "History"]
+def tiny_codec(folder: Path) -> TextCodec:
+    """The codec of a store in `folder` whose tokens are the bytes of UTF-8 text, and the end of text."""
+    MANIFEST.write(folder)
+    alphabet = {character: byte for byte, character in _byte_characters().items()}
+    tokenizer = Tokenizer(models.BPE(vocab={**alphabet, "<end>": END}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / TOKENIZER))
+    template = "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}"
+    (folder / CHAT_TEMPLATE).write_text(template)
+    return TextCodec.load(folder)
+
+
+def _byte_characters() -> dict[int, str]:
+    """The character that stands for each byte in byte-level BPE (GPT-2's bytes_to_unicode)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {**{byte: chr(byte) for byte in shown}, **{byte: chr(256 + index) for index, byte in enumerate(hidden)}}

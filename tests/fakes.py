@@ -73,6 +73,13 @@ class FakeGraph:
         self.on_run: Callable[[StepBatch], None] = lambda batch: None
         self.is_closed = False
 
+    @property
+    def cache_block_bytes(self) -> int:
+        return 4 * np.dtype(np.int64).itemsize
+
+    def allocate_cache(self, num_blocks: int) -> FakeCache:
+        return FakeCache(num_blocks)
+
     def bind(self, cache: KVCache) -> None:
         assert isinstance(cache, FakeCache)
         self._cache = cache

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 import tomli
-from dskquant.modes import PrecisionMode
-from hypothesis import given
-from hypothesis import strategies as st
-
 from dskd import config as config_module
 from dskd.address import Address
 from dskd.config import Config, ModelConfig, build_config, load_config
 from dskd.typed_toml import ConfigError
 from dskd.units import ByteSize, format_bytes
+from dskquant.modes import PrecisionMode
+from hypothesis import given
+from hypothesis import strategies as st
 
 ETC = Path(__file__).parent.parent / "etc"
 
@@ -117,7 +116,7 @@ def test_all_problems_of_a_file_are_told_together() -> None:
         """
     )
     assert sorted(problems) == [
-        "models.a.default_mode = \"int5\": allowed: int4, int8, fp16, fp32".replace(
+        'models.a.default_mode = "int5": allowed: int4, int8, fp16, fp32'.replace(
             "int4, int8, fp16, fp32", '"int4", "int8", "fp16", "fp32"'
         ),
         "models.a.path: is missing",
@@ -143,7 +142,10 @@ def test_all_problems_of_a_file_are_told_together() -> None:
         ("models.a = {path = 'x', resident = ['int8', 4]}", "models.a.resident[1] = 4: allowed: "),
         ("models.a = {path = 'x', resident = ['int8']}", 'models.a.default_mode: "int4" must be one of the resident'),
         ("models.a = {path = 'x', kv_cache_bytes = '2 gigs'}", 'models.a.kv_cache_bytes = "2 gigs": allowed: '),
-        ("models.a = {path = 'x', proof = {min_agreement = 1.5}}", "models.a.proof.min_agreement = 1.5: allowed: 0 to 1"),
+        (
+            "models.a = {path = 'x', proof = {min_agreement = 1.5}}",
+            "models.a.proof.min_agreement = 1.5: allowed: 0 to 1",
+        ),
         ("models.'a/b' = {path = 'x'}", "models.a/b: a name has letters"),
         ("server.socket_mode = '0990'", 'server.socket_mode = "0990": allowed: a string of octal digits'),
         ("server.tls = {key = '/dev/null'}", "server.tls.certificate: is missing"),
@@ -201,4 +203,10 @@ def test_sizes_are_multiples_of_their_unit(amount: int, unit: str) -> None:
 
 
 def test_sizes_are_shown_in_the_largest_unit_that_fits() -> None:
-    assert [format_bytes(n) for n in (0, 1023, 1536, 1 << 20, 3 << 30)] == ["0 B", "1023 B", "1.5 KiB", "1.0 MiB", "3.0 GiB"]
+    assert [format_bytes(n) for n in (0, 1023, 1536, 1 << 20, 3 << 30)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "1.0 MiB",
+        "3.0 GiB",
+    ]

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from dskctl.address import checked_address, default_address
 from dskctl.answer import MarkedAnswer
 from dskctl.cli import main
 from dskctl.exits import ExitCode, UsageError
+from dskctl.words import printable
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import error_details_pb2
@@ -517,6 +519,18 @@ def test_a_coloured_terminal_gets_legend_and_colours_but_no_control_characters_o
     assert text.endswith(f"{yellow}Once{reset}{bold_green}⟦int8⟧{reset}{green}\ufffd]0;title\ufffd[bold]{reset}")
 
 
+def test_a_terminal_gets_every_character_that_is_no_control_character() -> None:
+    assert printable("a\u00a0b\u3000c\u200dd\te\n") == "a\u00a0b\u3000c\u200dd\te\n"
+    assert printable("\x1b[2J\r\x9b1m\x7f") == "\ufffd[2J\ufffd\ufffd1m\ufffd"
+
+
+def test_what_is_no_terminal_gets_the_text_as_it_is() -> None:
+    output = io.StringIO()
+    view = MarkedAnswer(Console(file=output, width=80, _environ={}))
+    view.write(response("a\tb\r\n" + "x" * 100, INT4))
+    assert output.getvalue() == "⟦int4⟧a\tb\r\n" + "x" * 100
+
+
 def test_no_color_gets_markers_without_legend(monkeypatch: pytest.MonkeyPatch) -> None:
     output = io.StringIO()
     view = MarkedAnswer(Console(file=output, force_terminal=True, no_color=True, color_system=None, _environ={}))
@@ -576,46 +590,91 @@ def test_chat_with_piped_input_ends_with_the_first_refusal(
     assert capsys.readouterr().err == "dskctl: too many requests\n"
 
 
-def read_until(terminal: int, wanted: bytes, seen: bytes = b"") -> bytes:
-    """Reads what the program wrote until `wanted` comes; the end of its output is an error (EIO on Linux)."""
-    while wanted not in seen:
-        seen += os.read(terminal, 4096)
-    return seen
+class Terminal:
+    """A program in a terminal of its own, which is its controlling one: Ctrl-C becomes SIGINT."""
+
+    TAKE_TERMINAL = "import os, sys, dskctl.cli; os.open(os.ttyname(0), os.O_RDWR); sys.exit(dskctl.cli.main())"
+
+    def __init__(self, *arguments: str) -> None:
+        self._screen, program_side = pty.openpty()
+        command = [sys.executable, "-c", self.TAKE_TERMINAL, *arguments]
+        self.program = subprocess.Popen(
+            command, stdin=program_side, stdout=program_side, stderr=program_side, start_new_session=True
+        )
+        os.close(program_side)
+        self._unread = b""
+
+    def type(self, keys: str) -> None:
+        os.write(self._screen, keys.encode())
+
+    def expect(self, text: str) -> str:
+        """Everything up to and with `text`, waiting until it comes."""
+        while text.encode() not in self._unread:
+            ready, _, _ = select.select([self._screen], [], [], WAIT_S)
+            assert ready, f"{text!r} does not come after {self._unread!r}"
+            self._unread += os.read(self._screen, 4096)
+        before, _, self._unread = self._unread.partition(text.encode())
+        return before.decode() + text
+
+    def close(self) -> None:
+        self.program.kill()
+        self.program.wait()
+        os.close(self._screen)
 
 
-def test_chat_on_a_terminal_survives_refusals_and_ctrl_c_and_leaves_with_ctrl_d(daemon: ScriptedDaemon) -> None:
-    terminal, child_side = pty.openpty()
-    command = [sys.executable, "-m", "dskctl", "chat"]
-    child = subprocess.Popen(
-        command, stdin=child_side, stdout=child_side, stderr=child_side, start_new_session=True, preexec_fn=_own_tty
-    )
-    os.close(child_side)
-    try:
-        daemon.replies["generate"] = rich_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests")
-        read_until(terminal, b"> ")
-        os.write(terminal, b"One\n")
-        assert b"Traceback" not in read_until(terminal, b"> ", read_until(terminal, b"too many requests")[-1:])
-        daemon.replies["generate"] = [response("Once", INT4), "hang"]
-        os.write(terminal, b"Two\n")
-        read_until(terminal, b"Once")
-        assert daemon.called.wait(WAIT_S)
-        os.write(terminal, b"\x03")
-        assert daemon.cancelled.wait(WAIT_S)
-        read_until(terminal, b"> ")
-        os.write(terminal, b"\x04")
-        assert child.wait(WAIT_S) == ExitCode.DONE
-    finally:
-        child.kill()
-        child.wait()
-        os.close(terminal)
+@pytest.fixture
+def chat_terminal(daemon: ScriptedDaemon) -> Iterator[Terminal]:
+    terminal = Terminal("chat")
+    terminal.expect("> ")
+    yield terminal
+    terminal.close()
 
 
-def _own_tty() -> None:
-    """Makes the terminal the controlling one, so that Ctrl-C becomes SIGINT."""
-    import fcntl
-    import termios
+def test_chat_on_a_terminal_goes_on_after_a_refusal(daemon: ScriptedDaemon, chat_terminal: Terminal) -> None:
+    daemon.replies["generate"] = rich_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests")
+    chat_terminal.type("One\n")
+    chat_terminal.expect("too many requests")
+    chat_terminal.expect("> ")
+    daemon.replies["generate"] = [last_response("Yes.", INT4)]
+    chat_terminal.type("Two\n")
+    chat_terminal.expect("Yes.")
+    assert [message.content for message in daemon.requests[1].chat.messages] == ["Two"]
 
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves_the_chat(daemon: ScriptedDaemon, chat_terminal: Terminal) -> None:
+    daemon.replies["generate"] = [response("Once", INT4), "hang"]
+    chat_terminal.type("One\n")
+    chat_terminal.expect("Once")
+    assert daemon.called.wait(WAIT_S)
+    chat_terminal.type("\x03")
+    assert daemon.cancelled.wait(WAIT_S)
+    chat_terminal.expect("> ")
+    daemon.replies["generate"] = [last_response("Yes.", INT4)]
+    chat_terminal.type("Two\n")
+    chat_terminal.expect("Yes.")
+    chat_terminal.expect("> ")
+    assert [message.content for message in daemon.requests[-1].chat.messages] == ["One", "Once", "Two"]
+    chat_terminal.type("\x04")
+    assert chat_terminal.program.wait(WAIT_S) == ExitCode.DONE
+
+
+def test_ctrl_c_at_the_prompt_of_the_chat_only_clears_the_line(
+    daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = iter([KeyboardInterrupt, "One", EOFError])
+
+    def read_line(_: str) -> str:
+        key = next(keys)
+        if isinstance(key, str):
+            return key
+        raise key
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", read_line)
+    daemon.replies["generate"] = [last_response("Yes.", INT4)]
+    assert main(["chat"]) == ExitCode.DONE
+    assert len(daemon.requests) == 1
+    assert "Yes." in capsys.readouterr().out
 
 
 # ---- errors and exit codes

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import tomli
 from dskctl.exits import EXIT_CODES
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -27,6 +28,7 @@ def command_lines(text: str) -> Iterator[list[str]]:
 
 def own_commands(line: str) -> Iterator[list[str]]:
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
     command: list[str] = []
     for word in (*lexer, ";"):
         if word[0] not in "();<>|&":
@@ -62,6 +64,22 @@ def test_every_verb_of_dskctl_is_shown() -> None:
 def test_the_exit_codes_are_those_of_dskctl() -> None:
     section = README.partition("### Exit codes of dskctl")[2].partition("\n#")[0]
     assert [int(code) for code in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)] == list(EXIT_CODES)
+
+
+def problems_of(toml: str) -> tuple[str, ...]:
+    config, typed_toml = importlib.import_module("dskd.config"), importlib.import_module("dskd.typed_toml")
+    try:
+        config.build_config(tomli.loads(toml), Path("/"))
+    except typed_toml.ConfigError as error:
+        return tuple(error.problems)
+    return ()
+
+
+def test_the_configuration_examples_are_valid_but_for_their_files() -> None:
+    examples = re.findall(r"^```toml\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    problems = [problem for example in examples for problem in problems_of(example)]
+    assert len(examples) == 2
+    assert all("no file" in problem for problem in problems), problems
 
 
 def test_the_configuration_table_has_every_key_in_order() -> None:

@@ -14,11 +14,11 @@ from dskd.engine.sampler import (
     Draw,
     NonFiniteLogitsError,
     TokenSampler,
+    candidates,
     draw_tokens,
-    keep_top_p,
+    nucleus,
     penalise,
     pick,
-    token_weights,
 )
 from dskquant.engines.protocol import Logits
 
@@ -55,8 +55,9 @@ def transformers_probabilities(logits: Logits, seen: list[int], params: Sampling
 def our_probabilities(logits: Logits, seen: list[int], params: SamplingParams) -> Float64:
     scores = logits.astype(np.float64)
     penalise(scores, seen, params.repetition_penalty)
-    weights = token_weights(scores, params)
-    probabilities: Float64 = weights / weights.sum()
+    ids, weights = candidates(scores, params)
+    probabilities = np.zeros(len(logits))
+    probabilities[ids] = weights / weights.sum()
     return probabilities
 
 
@@ -99,12 +100,12 @@ def test_tokens_that_tie_with_the_k_th_stay() -> None:
 
 @pytest.mark.parametrize("top_p", [0.2, 0.999])
 def test_top_p_of_a_flat_distribution_reaches_beyond_the_head_that_is_sorted_first(top_p: float) -> None:
-    weights = np.random.default_rng(5).uniform(0.9, 1.0, size=4 * NUCLEUS_HEAD)
-    kept = keep_top_p(weights, top_p)
+    scores = np.random.default_rng(5).uniform(0.0, 0.1, size=4 * NUCLEUS_HEAD)
+    weights = np.exp(scores)
+    kept = nucleus(scores, weights, top_p)
     descending = np.sort(weights)[::-1]
     count = 1 + np.count_nonzero(np.cumsum(descending) < top_p * weights.sum())
-    assert np.count_nonzero(kept) == count
-    assert kept[kept > 0].min() == descending[count - 1]
+    assert weights[kept].tolist() == descending[:count].tolist()
 
 
 def test_the_penalty_counts_a_token_once_and_makes_negative_scores_more_negative() -> None:

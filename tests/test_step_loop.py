@@ -570,7 +570,7 @@ def test_a_loop_that_was_never_started_stops_too() -> None:
 
 
 def test_eight_streams_over_200_flips_lose_and_repeat_no_token_and_carry_the_right_labels() -> None:
-    """Random flips over the four modes, one before each step: each label is the mode that was active, each token its."""
+    """Random flips over the four modes, one before each step: the active one makes each token and is its label."""
     rng = random.Random(1)
     bench = Bench(num_blocks=8 * 60)
     prompts = {f"s{i}": tuple(rng.randrange(97) for _ in range(rng.randrange(1, 30))) for i in range(8)}

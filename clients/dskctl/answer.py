@@ -54,7 +54,8 @@ class MarkedAnswer:
 
     def __init__(self, console: Console, with_legend: bool = True) -> None:
         self._console = console
-        self._with_legend = with_legend and has_colours(console)
+        self._coloured = console.is_terminal and not console.no_color and console.color_system is not None
+        self._with_legend = with_legend and self._coloured
         self._mode = NOTHING
         self._shown_mode = NOTHING
         self._tokens: list[GeneratedToken] = []
@@ -94,11 +95,11 @@ class MarkedAnswer:
 
     def _put(self, text: str, style: str) -> None:
         shown = printable(text) if self._console.is_terminal else text
-        self._console.print(Text(shown, style=style), end="", soft_wrap=True)
-
-
-def has_colours(console: Console) -> bool:
-    return console.is_terminal and not console.no_color and console.color_system is not None
+        if self._coloured:
+            self._console.print(Text(shown, style=style), end="", soft_wrap=True)
+        else:
+            self._console.file.write(shown)
+            self._console.file.flush()
 
 
 def marker(mode: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import grpc
 from google.rpc import error_details_pb2 as details_pb2
 from google.rpc.status_pb2 import Status
-from grpc_status import rpc_status  # type: ignore[import-untyped]
+from grpc_status import rpc_status
 
 from dskctl.exits import ExitCode
 from dskctl.words import printable
@@ -21,7 +21,7 @@ _EXIT_BY_CODE = {
 def explained(error: grpc.RpcError, address: str) -> tuple[ExitCode, list[str]]:
     """Exit code and lines for people. A status with details was made by the daemon: it is alive and said no."""
     code = error.code()
-    status = rpc_status.from_call(error)
+    status = rpc_status.from_call(error) if isinstance(error, grpc.Call) else None
     if status is not None and code != grpc.StatusCode.DEADLINE_EXCEEDED:
         return ExitCode.REFUSED, [printable(line) for line in status_lines(status)]
     exit_code = _EXIT_BY_CODE.get(code, ExitCode.REFUSED)

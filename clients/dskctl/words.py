@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import unicodedata
 from datetime import timedelta
 
 from dskapi.v1.common_pb2 import InFlight, PrecisionMode
@@ -80,4 +81,8 @@ def age_words(timestamp: Timestamp) -> str:
 
 def printable(text: str) -> str:
     """`text` without control characters other than line ends and tabs: a model must not steer the terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return "".join("\N{REPLACEMENT CHARACTER}" if _is_control(char) else char for char in text)
+
+
+def _is_control(char: str) -> bool:
+    return unicodedata.category(char) == "Cc" and char not in "\n\t"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import grpc
 from dskapi.v1.control_pb2 import SwitchPrecisionRequest, SwitchPrecisionResponse
-from dskapi.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest, GenerateResponse
+from dskapi.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest, GenerateResponse, Sampling
 from dskctl.address import LONGEST_UNIX_PATH
 from dskctl.answer import MarkedAnswer
 from dskctl.daemon import Daemon, open_channel
@@ -42,6 +42,7 @@ LOG_TAIL_LINES = 20
 
 MODEL = "smollm2"
 QUESTION = "Explain to a curious child, step by step and with examples, how plants turn sunlight into food."
+SAMPLING = Sampling(temperature=0.6, top_p=0.9, repetition_penalty=1.1, seed=1)
 MAX_TOKENS = 2_000
 FIRST_MODE = "int4"
 NEXT_MODES = ("int8", "fp32", "int4")
@@ -256,7 +257,9 @@ class SwitchPlan:
 def show_switched_answer(daemon: Daemon) -> None:
     """Streams until every mode of the plan has made its stretch. Raises DemoError when the answer ends before."""
     question = ChatMessage(role="user", content=QUESTION)
-    request = GenerateRequest(model=MODEL, chat=Chat(messages=[question]), max_new_tokens=MAX_TOKENS, ignore_eos=True)
+    request = GenerateRequest(
+        model=MODEL, chat=Chat(messages=[question]), sampling=SAMPLING, max_new_tokens=MAX_TOKENS, ignore_eos=True
+    )
     view = MarkedAnswer(console)
     with ThreadPoolExecutor(1) as thread:
         plan, responses = SwitchPlan(daemon, thread), daemon.generate(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(config_path: Path | None, options: argparse.Namespace) -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # the C core writes to standard error, past our log
     # Imported here: `dskd doctor` has to work where the engines are not installed.
     from dskd.listen import StartupError
     from dskd.log import configure_logging

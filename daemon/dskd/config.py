@@ -108,7 +108,10 @@ class SchedulerConfig:
 
     def problems(self) -> Problems:
         if self.max_sequences > self.max_batch_tokens:
-            yield "max_sequences", f"{self.max_sequences} must not be above max_batch_tokens: each makes a token per step"
+            yield (
+                "max_sequences",
+                f"{self.max_sequences} must not be above max_batch_tokens: each decodes in every step",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,14 @@ def configure_logging(config: LogConfig) -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_renderers(config.format)],
         )
     )
-    logging.basicConfig(handlers=[handler], level=config.level.upper(), force=True)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(config.level.upper())
 
 
 def _renderers(name: str) -> tuple[structlog.typing.Processor, ...]:
     if name == "json":
         return structlog.processors.format_exc_info, structlog.processors.JSONRenderer()
-    return (structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),)
+    # Plain tracebacks: prettier ones show local variables, and with them what users wrote.
+    plain = structlog.dev.plain_traceback
+    return (structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain),)

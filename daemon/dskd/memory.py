@@ -6,7 +6,6 @@ Sources: proc(5) for /proc/meminfo and /proc/self/status; the kernel's cgroup-v2
 from __future__ import annotations
 
 import ctypes
-import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +38,6 @@ def available_bytes(root: Path = ROOT) -> int:
 def rss_bytes(root: Path = ROOT) -> int:
     """Resident set size of this process in bytes."""
     return _kib_field(root / "proc/self/status", "VmRSS")
-
-
-def give_back() -> None:
-    """Returns freed memory to the system now; the C library would keep it for later (malloc_trim(3), GNU only)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def require(needed: int, what: str, root: Path = ROOT) -> None:

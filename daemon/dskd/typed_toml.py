@@ -78,8 +78,9 @@ class Builder:
         """An instance of the dataclass `cls`, or a meaningless value after a problem was noted."""
         known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
         noted_before = len(self.problems)
-        for key in table.keys() - known.keys():
-            self._note(where, key, f"unknown key{_nearest(key, known)}")
+        for key in table:
+            if key not in known:
+                self._note(where, key, f"unknown key{_nearest(key, known)}")
         hints = typing.get_type_hints(cls, include_extras=True)
         values = {name: self._field(item, hints[name], table, where) for name, item in known.items()}
         if len(self.problems) > noted_before:

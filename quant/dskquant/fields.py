@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from dskquant.errors import SourceError
 
 LARGEST_COUNT = 1 << 31
+LARGEST_NUMBER = 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Fields:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive finite number."""
+        """A positive number."""
         value = self._value(key, default)
-        if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
+        if type(value) not in (int, float) or not 0 < value <= LARGEST_NUMBER:
             raise self.refusal(key, f"must be a positive number, not {value!r}")
         return float(value)
 

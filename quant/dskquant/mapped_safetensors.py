@@ -87,7 +87,9 @@ class MappedSafetensors:
             with self._path.open("rb") as file:
                 size = int.from_bytes(file.read(SIZE_FIELD_BYTES), "little")
                 if file_bytes < SIZE_FIELD_BYTES or size > min(file_bytes - SIZE_FIELD_BYTES, MAX_HEADER_BYTES):
-                    raise self._refusal(f"header size {size} in a file of {file_bytes} bytes: truncated or no safetensors")
+                    raise self._refusal(
+                        f"header size {size} in a file of {file_bytes} bytes: truncated or no safetensors"
+                    )
                 header = json.loads(file.read(size))
         except (OSError, ValueError, RecursionError) as error:
             raise self._refusal(f"cannot be read: {error}") from error
@@ -105,7 +107,9 @@ class MappedSafetensors:
         if not all(type(number) is int and 0 <= number < MAX_DIMENSION for number in (*shape, begin, end)):
             raise self._refusal(f"tensor {name}: shape {list(shape)} or offsets [{begin}, {end}] are not sizes")
         if not begin <= end <= data_bytes:
-            raise self._refusal(f"tensor {name}: bytes {begin}..{end} lie outside the {data_bytes} bytes of data: truncated")
+            raise self._refusal(
+                f"tensor {name}: bytes {begin}..{end} lie outside the {data_bytes} bytes of data: truncated"
+            )
         expected = NUMPY_TYPES[dtype].itemsize
         for dimension in shape:
             expected *= dimension

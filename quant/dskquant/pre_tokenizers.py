@@ -1,7 +1,8 @@
-"""How byte-level BPE vocabularies split a text into words before merging, by the names GGUF files use (`tokenizer.ggml.pre`).
+"""How byte-level BPE vocabularies split a text into words before merging, by the names of `tokenizer.ggml.pre`.
 
-The regular expressions are those of the models' own tokenizer.json files and of llama.cpp (src/llama-vocab.cpp). Where llama.cpp
-only approximates the original (it knows fewer Unicode categories, and no normalization), the original is followed.
+The regular expressions are those of the models' own tokenizer.json files and of llama.cpp (src/llama-vocab.cpp). Where
+llama.cpp only approximates the original, the original is followed: Qwen normalizes its text, tekken tells cases apart
+by Unicode category, and to DeepSeek a wide space is a character as any other.
 """
 
 from __future__ import annotations

@@ -56,12 +56,17 @@ def read_rope(config: Fields, head_dim: int, max_positions: int) -> Rope:
         raise config.refusal(key, "must be one set of parameters for all layers")
     parameters = Fields(raw, f"{config.where}: {key}")
     rope_type = raw.get("rope_type", raw.get("type", "default"))
-    if rope_type not in _TYPES:
+    if not isinstance(rope_type, str) or rope_type not in _TYPES:
         raise parameters.refusal("rope_type", f"{rope_type!r} is unknown; known: {', '.join(_TYPES)}")
-    if float(raw.get("partial_rotary_factor") or config.values.get("partial_rotary_factor") or 1.0) != 1.0:
+    if parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
         raise config.refusal("partial_rotary_factor", "other than 1 is not supported")
     theta = parameters.number("rope_theta", config.number("rope_theta", DEFAULT_THETA))
-    frequencies, attention_factor = _TYPES[rope_type](_Setting(parameters, theta, head_dim, max_positions))
+    if theta <= 1.0:
+        raise config.refusal("rope_theta", f"must be larger than 1, not {theta}")
+    with np.errstate(over="ignore"):
+        frequencies, attention_factor = _TYPES[rope_type](_Setting(parameters, theta, head_dim, max_positions))
+    if not np.isfinite(frequencies).all():
+        raise config.refusal(key, "leads to frequencies that are not finite")
     return Rope(tuple(float(value) for value in frequencies), attention_factor)
 
 

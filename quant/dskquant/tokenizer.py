@@ -1,8 +1,7 @@
 """Tokenizers out of the metadata of GGUF files, for the `tokenizers` library.
 
-Keys and their meaning: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, section Tokenizer. The ids are those of
-the model's original tokenizer. llama.cpp gives the same ones but for texts that are not in normalization form C (Qwen's own
-tokenizer normalizes them, llama.cpp does not) and letters without case in Mistral's tekken.
+Keys and their meaning: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, section Tokenizer. The ids are those
+of the model's original tokenizer; llama.cpp gives the same but for the few cases told in `dskquant.pre_tokenizers`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dskquant.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 MODEL = "tokenizer.ggml.model"
 PRE = "tokenizer.ggml.pre"
 TOKENS = "tokenizer.ggml.tokens"
-TOKEN_TYPES = "tokenizer.ggml.token_type"  # noqa: S105: the name of a key
+TYPES = "tokenizer.ggml.token_type"
 SCORES = "tokenizer.ggml.scores"
 MERGES = "tokenizer.ggml.merges"
 BOS = "tokenizer.ggml.bos_token_id"
@@ -51,7 +50,7 @@ END_TEXTS = frozenset(
         "<｜end▁of▁sentence｜>",
     }
 )
-"""Control tokens that end an answer whether or not the file says so; files often name only one of a model's end tokens."""
+"""Tokens that end an answer whether or not the file says so: many files name only one of a model's end tokens."""
 
 SPACE = "\u2581"
 
@@ -61,7 +60,7 @@ FieldType = gguf.GGUFValueType
 
 
 def tokenizer_from_gguf(reader: gguf.GGUFReader) -> Tokenizer:
-    """The tokenizer that the metadata describe. Raises SourceError naming file and key when they are damaged or unknown."""
+    """The tokenizer of the metadata. Raises SourceError, naming file and key, for damaged or unknown ones."""
     metadata = _Metadata(reader)
     vocabulary = _Vocabulary.read(metadata)
     model = metadata.text(MODEL)
@@ -117,10 +116,12 @@ class _Metadata:
         return len(self._field(key, "array").data)
 
     def text(self, key: str) -> str:
-        return self._contents(key, "string", FieldType.STRING)
+        text: str = self._contents(key, "string", FieldType.STRING)
+        return text
 
     def texts(self, key: str) -> list[str]:
-        return self._contents(key, "array of strings", FieldType.ARRAY, FieldType.STRING)
+        texts: list[str] = self._contents(key, "array of strings", FieldType.ARRAY, FieldType.STRING)
+        return texts
 
     def numbers(self, key: str, count: int, *types: gguf.GGUFValueType) -> list[Any]:
         """An array of `count` numbers; all zero when absent."""
@@ -176,7 +177,7 @@ class _Vocabulary:
             doubled = next(token_id for token_id, text in enumerate(tokens) if ids[text] != token_id)
             text = tokens[doubled]
             raise metadata.refusal(TOKENS, f"has {text!r} twice, as {doubled} and {ids[text]}")
-        return cls(tokens, ids, metadata.numbers(TOKEN_TYPES, len(tokens), FieldType.INT32))
+        return cls(tokens, ids, metadata.numbers(TYPES, len(tokens), FieldType.INT32))
 
     def added(self) -> Iterator[tuple[int, str]]:
         """Tokens found in a text before it is split into words."""
@@ -242,7 +243,7 @@ def _sentence_piece(metadata: _Metadata, vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to make a normal token of two others, the best score first: SentencePiece merges whatever scores best."""
+    """Every way to make a normal token of two others, the best score first, as SentencePiece merges them."""
     ids = vocabulary.ids
     found = []
     for token_id, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):

@@ -4,13 +4,21 @@
     python tests/golden/make_golden.py [--gguf .cache/SmolLM2-135M-Instruct.Q4_1.gguf]
 
 It writes, beside itself, one directory a tiny random model (config.json, safetensors, tokenizer.json and logits.npy
-of `PROMPT`), and `smollm2.npz` for the real model. Every weight is rounded to the stored dtype before the logits
-are computed, so that a reader of the files has the very same numbers.
+of `PROMPT`), `rope.json` with the frequencies of published models, and `smollm2.npz` for the real model.
+`llama_openvino` is an export of `llama` by optimum-intel 2.2.0, without its tokenizer models:
+
+    optimum-cli export openvino --task text-generation-with-past --weight-format fp16 \\
+        --model tests/golden/llama tests/golden/llama_openvino
+
+Every weight is rounded to the stored dtype before the logits are computed, so that a reader of the files has the very
+same numbers.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +28,12 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 HERE = Path(__file__).parent
 VOCABULARY = 256
 PROMPT = [(7 * position * position + 3 * position + 11) % VOCABULARY for position in range(32)]
+HEAD_DIM = 64
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -77,6 +87,60 @@ GOLDENS = {
     "qwen2": Golden("qwen2", shard_size="100KB"),
     "qwen3": Golden("qwen3", dtype=torch.bfloat16, config={"head_dim": 32, "tie_word_embeddings": True}),
 }
+
+
+# The rope settings of published models, all on heads of `HEAD_DIM`.
+ROPES = {
+    "qwen2.5": {"max_position_embeddings": 32768, "rope_theta": 1000000.0},
+    "deepseek-coder": {
+        "max_position_embeddings": 16384,
+        "rope_theta": 100000.0,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+    },
+    "llama-3.1": {
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen2.5-long": {
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    },
+    "deepseek-v2": {
+        "max_position_embeddings": 163840,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}
+
+
+def make_ropes() -> None:
+    """The frequencies and attention factors that transformers computes for `ROPES`."""
+    made = {}
+    for name, settings in ROPES.items():
+        sizes = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "num_hidden_layers": 1}
+        rotary = LlamaRotaryEmbedding(AutoConfig.for_model("llama", **sizes, **copy.deepcopy(settings)))
+        made[name] = {
+            "config": settings,
+            "inverse_frequencies": rotary.inv_freq.tolist(),
+            "attention_factor": rotary.attention_scaling,
+        }
+    (HERE / "rope.json").write_text(json.dumps(made, indent=1) + "\n")
 
 
 def randomize(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -147,6 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gguf", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf; left out: only the tiny models")
     arguments = parser.parse_args()
+    make_ropes()
     for name, golden in GOLDENS.items():
         make_tiny(name, golden)
     if arguments.gguf:

@@ -19,6 +19,7 @@ from dskd.engine.request import SamplingParams
 from dskquant.engines.protocol import Logits
 
 Float64 = NDArray[np.float64]
+Ids = NDArray[np.intp]
 
 NUCLEUS_HEAD = 1024
 """As many of the likeliest tokens are sorted for top-p at first; the whole vocabulary only if they do not suffice."""
@@ -52,19 +53,25 @@ class TokenSampler:
 
     def draw(self, logits: Logits) -> Draw:
         """The next token from its finite logits [vocabulary]."""
-        scores: Float64 = logits.astype(np.float64)
-        penalty = self._params.repetition_penalty
-        if penalty != 1.0:
-            penalise(scores, self._seen, penalty)
-        greedy = self._params.temperature == 0.0
-        token = int(scores.argmax()) if greedy else pick(token_weights(scores, self._params), self._random.random())
-        if penalty != 1.0:
-            self._seen.append(token)
+        token = self._choose(logits.astype(np.float64))
         if self._top_logprobs == 0:
             return Draw(token)
         logprobs = log_softmax(logits)
-        top = heaviest(logprobs, self._top_logprobs)
+        top = greatest(logprobs, self._top_logprobs)
         return Draw(token, float(logprobs[token]), tuple(zip(top.tolist(), logprobs[top].tolist(), strict=True)))
+
+    def _choose(self, scores: Float64) -> int:
+        penalty = self._params.repetition_penalty
+        if penalty != 1.0:
+            penalise(scores, self._seen, penalty)
+        if self._params.temperature == 0.0:
+            token = int(scores.argmax())
+        else:
+            ids, weights = candidates(scores, self._params)
+            token = int(ids[pick(weights, self._random.random())])
+        if penalty != 1.0:
+            self._seen.append(token)
+        return token
 
 
 def draw_tokens(logits: Logits, samplers: Sequence[TokenSampler]) -> list[Draw | NonFiniteLogitsError]:
@@ -82,29 +89,6 @@ def draw_tokens(logits: Logits, samplers: Sequence[TokenSampler]) -> list[Draw |
     ]
 
 
-def token_weights(scores: Float64, params: SamplingParams) -> Float64:
-    """How likely each token is to be drawn [vocabulary]: 1 for the likeliest, 0 for what is filtered out; no sum of 1.
-
-    `scores` are the logits after the repetition penalty; the temperature is not 0.
-    """
-    # Whatever is too unlikely for a float64 at this temperature has weight 0.
-    with np.errstate(over="ignore", under="ignore"):
-        weights: Float64 = np.exp((scores - scores.max()) / params.temperature)
-    if 0 < params.top_k < len(weights):
-        weights = keep_top_k(weights, params.top_k)
-    if params.top_p < 1.0:
-        weights = keep_top_p(weights, params.top_p)
-    return np.where(weights >= params.min_p, weights, 0.0)  # the greatest weight is 1
-
-
-def pick(weights: Float64, share: float) -> int:
-    """The token at which the running sum of `weights` passes `share` (in [0, 1)) of their total."""
-    cumulative = weights.cumsum()
-    # Below the total even if the product is rounded up, so that no token of weight 0 is picked.
-    point = min(share * cumulative[-1], np.nextafter(cumulative[-1], 0.0))
-    return int(cumulative.searchsorted(point, side="right"))
-
-
 def penalise(scores: Float64, seen: Sequence[int], penalty: float) -> None:
     """Divides the positive and multiplies the negative scores of `seen` tokens by `penalty`, each once, in place."""
     ids = np.array(seen, np.int64)
@@ -113,29 +97,54 @@ def penalise(scores: Float64, seen: Sequence[int], penalty: float) -> None:
     scores[ids] = np.where(found < 0, found * penalty, found / penalty)
 
 
-def keep_top_k(weights: Float64, k: int) -> Float64:
-    """`weights` with all but the k greatest set to 0; those that tie with the k-th stay."""
-    kth = np.partition(weights, -k)[-k]
-    return np.where(weights >= kth, weights, 0.0)
+def candidates(scores: Float64, params: SamplingParams) -> tuple[Ids, Float64]:
+    """The tokens [C] that the filters leave, and how likely each is to be drawn: 1 for the likeliest, no sum of 1.
+
+    `scores` [vocabulary] are the logits after the repetition penalty; the temperature is not 0.
+    """
+    ids = top_k_ids(scores, params.top_k) if 0 < params.top_k < len(scores) else np.arange(len(scores))
+    scores = scores[ids]
+    # Whatever is too unlikely for a float64 at this temperature has weight 0.
+    with np.errstate(over="ignore", under="ignore"):
+        weights: Float64 = np.exp((scores - scores.max()) / params.temperature)
+    if params.top_p < 1.0:
+        kept = nucleus(scores, weights, params.top_p)
+        ids, weights = ids[kept], weights[kept]
+    is_likely = weights >= params.min_p  # the greatest weight is 1
+    return ids[is_likely], weights[is_likely]
 
 
-def keep_top_p(weights: Float64, p: float) -> Float64:
-    """`weights` with 0 outside the smallest set of the likeliest tokens that has the share `p` of the total."""
+def top_k_ids(scores: Float64, k: int) -> Ids:
+    """The tokens of the k greatest scores, and those that tie with the k-th."""
+    return np.flatnonzero(scores >= np.partition(scores, -k)[-k])
+
+
+def nucleus(scores: Float64, weights: Float64, p: float) -> Ids:
+    """Indices of the smallest set of the likeliest tokens that has the share `p` of the sum of `weights`.
+
+    `weights` grow with `scores`, which unlike them do not all become 0 at low temperatures: ties are slow to partition.
+    """
     wanted = p * weights.sum()
-    order = heaviest(weights, NUCLEUS_HEAD)
+    order = greatest(scores, NUCLEUS_HEAD)
     if weights[order].sum() < wanted:
-        order = heaviest(weights, len(weights))
+        order = greatest(scores, len(scores))
     count = int(weights[order].cumsum().searchsorted(wanted)) + 1
-    kept = np.zeros_like(weights)
-    kept[order[:count]] = weights[order[:count]]
-    return kept
+    return order[:count]
 
 
-def heaviest(values: Float64, count: int) -> NDArray[np.intp]:
+def pick(weights: Float64, share: float) -> int:
+    """Index at which the running sum of `weights` passes `share` (in [0, 1)) of their total."""
+    cumulative = weights.cumsum()
+    # The product stays below the total even when rounded: `share` is at most 1 - 2**-53.
+    return int(cumulative.searchsorted(share * cumulative[-1], side="right"))
+
+
+def greatest(values: Float64, count: int) -> Ids:
     """Indices [min(count, len(values))] of the greatest values, the greatest first."""
-    count = min(count, len(values))
-    candidates = np.argpartition(values, -count)[-count:]
-    return candidates[np.argsort(-values[candidates], kind="stable")]
+    if count < len(values):
+        ids = np.argpartition(values, -count)[-count:]
+        return ids[np.argsort(values[ids])[::-1]]
+    return np.argsort(values)[::-1]
 
 
 def log_softmax(logits: Logits) -> Float64:

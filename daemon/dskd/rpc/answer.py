@@ -9,7 +9,9 @@ from dskapi.v1 import inference_pb2
 from dskd.engine.request import FinishReason, MadeToken, RequestStats, StepOutput
 from dskd.rpc.convert import FINISH_REASONS, MODES
 from dskd.rpc.parse import ParsedRequest
-from dskd.text.tokenizer import IncrementalDetokenizer, StopMatcher, TextCodec
+from dskd.text.detokenizer import IncrementalDetokenizer
+from dskd.text.stop import StopMatcher
+from dskd.text.tokenizer import TextCodec
 
 
 class Answer:

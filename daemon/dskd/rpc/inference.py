@@ -6,6 +6,7 @@ import asyncio
 import time
 from contextlib import aclosing
 
+import structlog
 from dskapi.v1 import inference_pb2, inference_pb2_grpc
 
 from dskd.registry import ModelRegistry
@@ -27,6 +28,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         arrived = time.monotonic()
         with self._gate.enter():
             model = self._registry.resolve(request.model)
+            structlog.contextvars.bind_contextvars(model=model.name)
             host = model.serving_host
             parsed = await asyncio.to_thread(parse_request, request, REQUEST_ID.get(), host.codec, host.manifest)
             answer = Answer(parsed, model.name, host.codec, arrived)

@@ -19,6 +19,9 @@ from dskd.rpc.status import is_expected, status_of
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 
 OWN_SERVICES = "/dskapi."
+LONGEST_NAME = 100
+"""Characters of a model name that get into the log; a client may send any."""
+
 REQUEST_ID: ContextVar[str] = ContextVar("request_id")
 """Names the call being answered, in responses and in the log."""
 
@@ -79,5 +82,5 @@ def _decoded(raw: bytes, deserialize: Callable[[bytes], Any]) -> Any:
     except DecodeError as error:
         raise InvalidArgumentError("request", f"cannot be decoded: {error}") from error
     if model := getattr(request, "model", ""):
-        structlog.contextvars.bind_contextvars(model=model)
+        structlog.contextvars.bind_contextvars(model=model[:LONGEST_NAME])
     return request

@@ -124,7 +124,7 @@ def _chat(chat: inference_pb2.Chat, codec: TextCodec) -> tuple[int, ...]:
         if not message.role:
             raise InvalidArgumentError(f"chat.messages[{index}].role", "must not be empty")
     messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-    return tuple(codec.encode(codec.render_chat(messages)))
+    return tuple(codec.encode(codec.render_chat(messages), add_special_tokens=False))
 
 
 def _room(request: inference_pb2.GenerateRequest, prompt_tokens: int, context_length: int) -> int:

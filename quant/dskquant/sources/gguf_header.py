@@ -67,7 +67,9 @@ class _Walk:
             raise self._refusal(f"no GGUF file of version {VERSIONS}: magic {magic!r}, version {version}")
         tensors, keys = self._read("<Q", "tensor count"), self._read("<Q", "key count")
         if tensors * SMALLEST_TENSOR_INFO + keys * SMALLEST_KEY_VALUE > self._size:
-            raise self._refusal(f"{tensors} tensors and {keys} keys do not fit in {self._size} bytes: truncated or damaged")
+            raise self._refusal(
+                f"{tensors} tensors and {keys} keys do not fit in {self._size} bytes: truncated or damaged"
+            )
         for _ in range(keys):
             self._key_value()
         infos = [self._tensor_info() for _ in range(tensors)]

@@ -73,7 +73,9 @@ class _Builder:
         prefix = layer_prefix(layer)
         attended = self._attention(self._norm(hidden, f"{prefix}.input_layernorm.weight"), layer)
         hidden = ops.add(hidden, attended)
-        return ops.add(hidden, self._mlp(self._norm(hidden, f"{prefix}.post_attention_layernorm.weight"), f"{prefix}.mlp"))
+        return ops.add(
+            hidden, self._mlp(self._norm(hidden, f"{prefix}.post_attention_layernorm.weight"), f"{prefix}.mlp")
+        )
 
     def _attention(self, normed: ov.Node, layer: int) -> ov.Node:
         config, prefix = self._config, f"{layer_prefix(layer)}.self_attn"
@@ -154,7 +156,9 @@ class _Builder:
 
     def _causal_mask(self) -> ov.Node:
         """[batch, 1, tokens, past + tokens]: 0 where a token may look, a large negative number elsewhere."""
-        total, tokens = (ops.squeeze(_dimension(node, 1), _integer(0)) for node in (self._attention_mask, self._input_ids))
+        total, tokens = (
+            ops.squeeze(_dimension(node, 1), _integer(0)) for node in (self._attention_mask, self._input_ids)
+        )
         keys = ops.range(_integer(0), total, _integer(1), "i64")
         queries = ops.range(ops.subtract(total, tokens), total, _integer(1), "i64")
         causal = ops.less_equal(ops.unsqueeze(keys, _integer(0)), ops.unsqueeze(queries, _integer(1)))

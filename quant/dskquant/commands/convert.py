@@ -1,0 +1,107 @@
+"""`dskquant convert SOURCE -o STORE`"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dskquant import staging
+from dskquant.convert import ConvertOptions, convert
+from dskquant.floats import NUMPY_FLOATS
+from dskquant.scheme import GROUP_SIZES, Scheme
+from dskquant.store import StoreManifest
+
+DESCRIPTION = """\
+Converts a model into a model store: a standard stateful OpenVINO IR in the dtype of the
+source, the tokenizer, and a default parameter set for INT4 and INT8.
+
+SOURCE is one of
+  a GGUF file                  every type that the gguf package can dequantize
+  a Hugging Face directory     config.json and safetensors, sharded or not
+  an OpenVINO IR directory     as `optimum-cli export openvino --weight-format fp16` writes it
+Architectures: Llama, Mistral, Qwen2, Qwen3. Nothing is downloaded, no pickle is read, no code of the
+model is run. STORE appears complete or not at all."""
+
+EXAMPLES = """\
+examples:
+  dskquant convert SmolLM2-135M-Instruct.Q4_1.gguf -o models/smollm2
+  dskquant convert ~/models/Qwen2.5-0.5B-Instruct -o models/qwen --group-size 32
+  dskquant convert export/ -o models/mistral --model-id mistral-7b --json
+
+exit status: 0 done, 1 refused (one line on stderr says why), 2 wrong usage"""
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    parser = verbs.add_parser(
+        "convert",
+        help="make a model store from a GGUF file, a Hugging Face or an OpenVINO directory",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="SOURCE", type=Path)
+    parser.add_argument("-o", "--output", metavar="STORE", type=Path, required=True, help="directory to make")
+    parser.add_argument(
+        "--dtype",
+        choices=list(NUMPY_FLOATS),
+        help="of the stored weights (default: the source's; f32 for quantized GGUF)",
+    )
+    parser.add_argument("--model-id", metavar="ID", help="name in manifests (default: the name of SOURCE)")
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        choices=GROUP_SIZES,
+        default=Scheme().group_size,
+        help="weights that share a scale, 0: a whole channel (default: %(default)s)",
+    )
+    parser.add_argument("--symmetric", action="store_true", help="quantize without zero-points")
+    parser.add_argument("--force", action="store_true", help="replace STORE if it is a model store already")
+    parser.add_argument("--json", action="store_true", help="print the manifest of the store as JSON")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar, no summary")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Raises QuantError or OSError when the model cannot be converted."""
+    settings = ConvertOptions(
+        dtype=options.dtype,
+        model_id=options.model_id,
+        scheme=Scheme(group_size=options.group_size, symmetric=options.symmetric),
+        replace=options.force,
+    )
+    with _progress_bar(options.quiet) as progress:
+        conversion = convert(options.source, options.output, settings, progress)
+    if options.json:
+        print(json.dumps({"store": str(options.output)} | asdict(conversion.manifest), indent=2))
+    elif not options.quiet:
+        print(_summary(options.output, conversion.manifest))
+    for note in conversion.notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+@contextmanager
+def _progress_bar(quiet: bool) -> Iterator[staging.Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=quiet) as bar:
+        task = bar.add_task("opening", total=None)
+
+        def show(stage: str, done: int, total: int) -> None:
+            bar.update(task, description=stage, completed=done, total=total)
+
+        yield show
+
+
+def _summary(store: Path, manifest: StoreManifest) -> str:
+    return (
+        f"{store}: {manifest.model_id}, {manifest.architecture}, {manifest.parameters / 1e6:.1f}M weights in "
+        f"{manifest.dtype}, {manifest.num_layers} layers, context of {manifest.context_length} tokens"
+    )

@@ -1,0 +1,70 @@
+"""A real quantized model against transformers' own reading of the same file (tests/golden/make_golden.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from golden_models import GOLDEN, SMOLLM2
+
+from dskquant.convert import ConvertOptions, convert
+from dskquant.engines.openvino.stateful import StatefulModel
+from dskquant.store import IR_XML, StoreManifest
+
+TOLERANCE = 1e-3
+
+pytestmark = pytest.mark.skipif(not SMOLLM2.exists(), reason=f"{SMOLLM2} is missing: run `make test`")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("smollm2") / "store"
+    convert(SMOLLM2, directory, ConvertOptions(), lambda stage, done, total: None)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(store: Path) -> StatefulModel:
+    return StatefulModel(store / IR_XML)
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, np.ndarray]:
+    return dict(np.load(GOLDEN / "smollm2.npz"))
+
+
+def test_logits_are_those_of_transformers(model: StatefulModel, golden: dict[str, np.ndarray]) -> None:
+    """Every 192nd column, and through the sum over all of them the rest too."""
+    model.reset()
+    logits = model.run(golden["prompt"].tolist()).astype(np.float64)
+    assert np.abs(logits[:, golden["columns"]] - golden["logits"]).max() <= TOLERANCE
+    assert np.array_equal(logits.argmax(axis=1), golden["argmax"])
+    assert np.abs(np.log(np.exp(logits).sum(axis=1)) - golden["logsumexp"]).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("chat", [0, 1])
+def test_greedy_answers_are_those_of_transformers(
+    model: StatefulModel, golden: dict[str, np.ndarray], chat: int
+) -> None:
+    model.reset()
+    wanted = golden[f"answer{chat}"].tolist()
+    answer: list[int] = []
+    tokens = golden[f"chat{chat}"].tolist()
+    while len(answer) < len(wanted):
+        answer.append(int(model.run(tokens)[-1].argmax()))
+        tokens = answer[-1:]
+    assert len(wanted) == 64
+    assert answer == wanted
+
+
+def test_the_manifest_tells_what_the_model_is(store: Path) -> None:
+    """Sizes as published for SmolLM2-135M."""
+    manifest = StoreManifest.read(store)
+    assert manifest.model_id == "SmolLM2-135M-Instruct.Q4_1"
+    assert (manifest.architecture, manifest.dtype) == ("llama", "f32")
+    assert (manifest.num_layers, manifest.hidden_size, manifest.intermediate_size) == (30, 576, 1536)
+    assert (manifest.num_heads, manifest.num_kv_heads, manifest.head_dim) == (9, 3, 64)
+    assert (manifest.vocab_size, manifest.context_length, manifest.parameters) == (49152, 8192, 134_515_008)
+    assert manifest.bos_token_id == 1
+    assert manifest.end_token_ids[0] == 2

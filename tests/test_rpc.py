@@ -1,0 +1,748 @@
+"""The gRPC services: what requests mean, what answers carry, and which status each mistake gets."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from dskapi.v1 import common_pb2, control_pb2, inference_pb2
+from dskd.config import LogConfig
+from dskd.engine.request import FinishReason, InFlight, MadeToken, SamplingParams, StepOutput
+from dskd.errors import (
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+    UnknownModelError,
+)
+from dskd.log import configure_logging
+from dskd.manager.events import SUBSCRIBER_BACKLOG
+from dskd.manager.types import SwitchReport
+from dskd.rpc.parse import parse_request
+from dskd.text.tokenizer import TextCodec
+from dskquant.errors import StoreError
+from dskquant.modes import PrecisionMode
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fake_host import END, MANIFEST, FakeHost, Script, asynchronous, output, outputs, serving, tiny_codec
+
+GenerateRequest = inference_pb2.GenerateRequest
+GenerateResponse = inference_pb2.GenerateResponse
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return tiny_codec(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def host(codec: TextCodec) -> FakeHost:
+    return FakeHost(codec, outputs("fine"))
+
+
+@pytest.fixture
+def json_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """The lines logged so far, as the daemon writes them with `format = "json"`."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    configure_logging(LogConfig(format="json"))
+    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    structlog.reset_defaults()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def text_of(responses: list[GenerateResponse]) -> str:
+    return "".join(response.text for response in responses)
+
+
+def ids_of(responses: list[GenerateResponse]) -> list[int]:
+    return [token.id for response in responses for token in response.tokens]
+
+
+async def answer(folder: Path, codec: TextCodec, script: Script, **request: Any) -> list[GenerateResponse]:
+    async with serving(folder, {"m": FakeHost(codec, script)}) as service:
+        return [response async for response in service.inference.Generate(GenerateRequest(prompt="hello", **request))]
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str, list[Message]]:
+    """Status, message and unpacked details of a call that must fail."""
+    try:
+        if isinstance(call, grpc.aio.UnaryStreamCall):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError:
+        pass
+    status = await rpc_status.aio.from_call(call)
+    return await call.code(), await call.details(), list(unpacked(status)) if status else []
+
+
+def unpacked(status: Any) -> Iterator[Message]:
+    for packed in status.details:
+        message = getattr(error_details_pb2, packed.TypeName().rpartition(".")[2])()
+        assert packed.Unpack(message)
+        yield message
+
+
+# Answers
+
+
+@asynchronous
+async def test_every_token_carries_what_made_it(tmp_path: Path, codec: TextCodec) -> None:
+    script = [
+        output(104),
+        output(105, mode=PrecisionMode.INT8),
+        output(33, mode=PrecisionMode.FP32, finish=FinishReason.LENGTH),
+    ]
+    responses = await answer(tmp_path, codec, script)
+    tokens = [token for response in responses for token in response.tokens]
+    assert [(token.id, token.precision) for token in tokens] == [
+        (104, common_pb2.PRECISION_MODE_INT4),
+        (105, common_pb2.PRECISION_MODE_INT8),
+        (33, common_pb2.PRECISION_MODE_FP32),
+    ]
+    assert {(token.generation, token.engine) for token in tokens} == {(1, "fake")}
+    assert text_of(responses) == "hi!"
+
+
+@asynchronous
+async def test_the_last_response_alone_sums_up(tmp_path: Path, codec: TextCodec) -> None:
+    *before, last = await answer(tmp_path, codec, outputs("abcd"))
+    assert not any(r.finish_reason or r.HasField("usage") or r.HasField("timings") for r in before)
+    assert last.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+    assert (last.usage.prompt_tokens, last.usage.generated_tokens, last.usage.preemptions) == (5, 4, 3)
+    assert last.timings.queue_ms == 250
+    assert 0 < last.timings.time_to_first_token_ms <= last.timings.total_ms
+    assert last.timings.tokens_per_second == pytest.approx(
+        3e3 / (last.timings.total_ms - last.timings.time_to_first_token_ms)
+    )
+
+
+@asynchronous
+async def test_all_responses_of_a_stream_name_one_request_and_the_model(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        first = [r async for r in service.inference.Generate(GenerateRequest(prompt="a"))]
+        second = [r async for r in service.inference.Generate(GenerateRequest(prompt="a"))]
+    assert {response.model for response in first} == {"m"}
+    (one,), (other,) = ({r.request_id for r in first}, {r.request_id for r in second})
+    assert one
+    assert one != other
+    assert [request.request_id for request in host.requests] == [one, other]
+
+
+@asynchronous
+async def test_the_end_of_text_token_is_told_but_has_no_text(tmp_path: Path, codec: TextCodec) -> None:
+    script = [output(104), output(END, finish=FinishReason.END_OF_TEXT)]
+    responses = await answer(tmp_path, codec, script)
+    assert ids_of(responses) == [104, END]
+    assert text_of(responses) == "h"
+    assert responses[-1].finish_reason == inference_pb2.FINISH_REASON_END_OF_TEXT
+
+
+@asynchronous
+async def test_an_end_of_text_token_with_a_text_of_its_own_has_none_either(tmp_path: Path, codec: TextCodec) -> None:
+    host = FakeHost(codec, [output(104), output(105, finish=FinishReason.END_OF_TEXT)])
+    host.manifest = replace(MANIFEST, end_token_ids=(105,))
+    async with serving(tmp_path, {"m": host}) as service:
+        assert text_of([r async for r in service.inference.Generate(GenerateRequest(prompt="x"))]) == "h"
+        request = GenerateRequest(prompt="x", ignore_eos=True)
+        assert text_of([r async for r in service.inference.Generate(request)]) == "hi"
+
+
+@asynchronous
+async def test_text_comes_in_whole_characters(tmp_path: Path, codec: TextCodec) -> None:
+    responses = await answer(tmp_path, codec, outputs("a€b"))
+    assert [response.text for response in responses] == ["a", "", "", "€", "b"]
+    assert [len(response.tokens) for response in responses] == [1, 1, 1, 1, 1]
+
+
+@asynchronous
+async def test_a_stop_string_ends_the_answer_before_it_and_frees_the_request(tmp_path: Path, codec: TextCodec) -> None:
+    host = FakeHost(codec, [*outputs("one two three")[:-1], asyncio.Event()])
+    async with serving(tmp_path, {"m": host}) as service:
+        call = service.inference.Generate(GenerateRequest(prompt="x", stop=["two", "never"]))
+        responses = [response async for response in call]
+        assert await host.freed.get() == responses[0].request_id
+    assert text_of(responses) == "one "
+    assert bytes(ids_of(responses)) == b"one two"
+    assert responses[-1].finish_reason == inference_pb2.FINISH_REASON_STOP
+    assert responses[-1].usage.generated_tokens == 7
+
+
+@asynchronous
+async def test_text_held_back_for_a_stop_string_comes_with_the_end(tmp_path: Path, codec: TextCodec) -> None:
+    responses = await answer(tmp_path, codec, outputs("say tw"), stop=["two"])
+    assert text_of(responses) == "say tw"
+    assert responses[-1].finish_reason == inference_pb2.FINISH_REASON_LENGTH
+
+
+@asynchronous
+async def test_top_logprobs_come_with_the_text_of_each_token(tmp_path: Path, codec: TextCodec) -> None:
+    token = MadeToken(104, PrecisionMode.INT4, 1, "fake", -0.5, ((104, -0.5), (0xE2, -1.5)))
+    script = [StepOutput("", (token,)), output(END, finish=FinishReason.END_OF_TEXT)]
+    first, last = await answer(tmp_path, codec, script, top_logprobs=2)
+    assert first.tokens[0].logprob == -0.5
+    assert [(top.id, top.logprob, top.text) for top in first.tokens[0].top_logprobs] == [
+        (104, -0.5, "h"),
+        (0xE2, -1.5, "\N{REPLACEMENT CHARACTER}"),
+    ]
+    assert not last.tokens[0].HasField("logprob")
+
+
+# Requests
+
+
+@asynchronous
+async def test_the_engine_gets_what_the_request_says(tmp_path: Path, host: FakeHost) -> None:
+    sampling = inference_pb2.Sampling(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, repetition_penalty=1.5)
+    sampling.seed = 2**64 - 1
+    request = GenerateRequest(
+        model="m",
+        tokens=inference_pb2.TokenIds(ids=[5, 6]),
+        max_new_tokens=9,
+        sampling=sampling,
+        precision=common_pb2.PRECISION_MODE_FP16,
+        top_logprobs=20,
+    )
+    async with serving(tmp_path, {"m": host}) as service:
+        assert [r async for r in service.inference.Generate(request)]
+    (asked,) = host.requests
+    assert (asked.prompt, asked.max_new_tokens, asked.top_logprobs) == ((5, 6), 9, 20)
+    assert asked.sampling == SamplingParams(0.5, 7, 0.25, 0.125, 1.5, 2**64 - 1)
+    assert asked.precision is PrecisionMode.FP16
+    assert asked.end_token_ids == {END}
+
+
+def parsed(codec: TextCodec, **request: Any) -> Any:
+    return parse_request(GenerateRequest(**{"prompt": "hello", **request}), "r", codec, MANIFEST).generation
+
+
+def test_a_chat_is_rendered_by_the_template_of_the_model(codec: TextCodec) -> None:
+    messages = [inference_pb2.ChatMessage(role="user", content="hé"), inference_pb2.ChatMessage(role="x", content="")]
+    request = GenerateRequest(chat=inference_pb2.Chat(messages=messages))
+    assert bytes(parse_request(request, "r", codec, MANIFEST).generation.prompt) == "user:hé;x:;".encode()
+
+
+def test_defaults_are_greedy_512_tokens_and_a_fresh_seed(codec: TextCodec) -> None:
+    one, other = parsed(codec), parsed(codec)
+    assert (one.max_new_tokens, one.precision, one.sampling.temperature) == (512, None, 0.0)
+    assert one.sampling.seed != other.sampling.seed
+
+
+@pytest.mark.parametrize(("prompt_tokens", "wanted", "granted"), [(600, None, 400), (999, 50, 1), (5, 5000, 995)])
+def test_an_answer_ends_with_the_context(
+    codec: TextCodec, prompt_tokens: int, wanted: int | None, granted: int
+) -> None:
+    request = GenerateRequest(tokens=inference_pb2.TokenIds(ids=[1] * prompt_tokens), max_new_tokens=wanted)
+    assert parse_request(request, "r", codec, MANIFEST).generation.max_new_tokens == granted
+
+
+def test_ignoring_the_end_of_text_leaves_no_token_to_end_at(codec: TextCodec) -> None:
+    assert parsed(codec, ignore_eos=True).end_token_ids == frozenset()
+
+
+WRONG_REQUESTS: list[tuple[GenerateRequest, str, str]] = [
+    (GenerateRequest(), "input", "one of prompt, chat and tokens is needed"),
+    (GenerateRequest(prompt=""), "prompt", "must not be empty"),
+    (GenerateRequest(chat=inference_pb2.Chat()), "chat.messages", "must not be empty"),
+    (
+        GenerateRequest(chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(content="x")])),
+        "chat.messages[0].role",
+        "must not be empty",
+    ),
+    (GenerateRequest(tokens=inference_pb2.TokenIds()), "tokens", "must not be empty"),
+    (GenerateRequest(prompt="x" * 1000), "prompt", "1000 tokens; the context of the model holds 1000"),
+    (GenerateRequest(prompt="x", max_new_tokens=0), "max_new_tokens", "0 is not allowed; allowed: at least 1"),
+    (GenerateRequest(prompt="x", max_new_tokens=-1), "max_new_tokens", "-1 is not allowed"),
+    (GenerateRequest(prompt="x", top_logprobs=21), "top_logprobs", "allowed: at least 0, at most 20"),
+    (GenerateRequest(prompt="x", top_logprobs=-1), "top_logprobs", "-1 is not allowed"),
+    (GenerateRequest(prompt="x", stop=["s"] * 17), "stop", "17 strings; at most 16"),
+    (GenerateRequest(prompt="x", stop=["a", ""]), "stop[1]", "must not be empty"),
+    (GenerateRequest(prompt="x", precision=9), "precision", "9 is no precision mode; known: 1 (int4)"),  # type: ignore[arg-type]
+    *(
+        (GenerateRequest(prompt="x", sampling={name: value}), f"sampling.{name}", "allowed: ")
+        for name, values in {
+            "temperature": (-0.1, 10.5, math.nan, math.inf),
+            "top_k": (-1,),
+            "top_p": (0, 1.01, math.nan, -math.inf),
+            "min_p": (-0.1, 1.1, math.nan),
+            "repetition_penalty": (0, -1, 10.1, math.nan),
+        }.items()
+        for value in values
+    ),
+]
+
+
+@asynchronous
+async def test_every_wrong_field_is_named_and_leaves_the_daemon_serving(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        for request, field, description in WRONG_REQUESTS:
+            code, _, details = await refusal(service.inference.Generate(request))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT, request
+            (violation,) = details[0].field_violations  # type: ignore[attr-defined]
+            assert violation.field == field
+            assert description in violation.description
+        assert host.requests == []
+        assert [r async for r in service.inference.Generate(GenerateRequest(prompt="x"))]
+
+
+@asynchronous
+async def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        for wrong in (-1, MANIFEST.vocab_size):
+            request = GenerateRequest(tokens=inference_pb2.TokenIds(ids=[1, wrong]))
+            code, _, details = await refusal(service.inference.Generate(request))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert details[0].field_violations[0].field.startswith("tokens.ids")  # type: ignore[attr-defined]
+
+
+@given(value=st.floats(width=32))
+def test_top_p_is_accepted_exactly_between_zero_and_one(codec: TextCodec, value: float) -> None:
+    request = GenerateRequest(prompt="x", sampling=inference_pb2.Sampling(top_p=value))
+    if 0 < value <= 1:
+        assert parse_request(request, "r", codec, MANIFEST).generation.sampling.top_p == value
+    else:
+        with pytest.raises(InvalidArgumentError, match=r"^sampling\.top_p: "):
+            parse_request(request, "r", codec, MANIFEST)
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xff", b"\x12\x01\xff"], ids=["no protobuf", "invalid UTF-8"])
+@asynchronous
+async def test_what_cannot_be_decoded_is_a_wrong_request(tmp_path: Path, host: FakeHost, raw: bytes) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        call: Any = service.channel.unary_stream("/dskapi.v1.Inference/Generate")
+        code, message, details = await refusal(call(raw))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert message.startswith("request: cannot be decoded")
+    assert details[0].field_violations[0].field == "request"  # type: ignore[attr-defined]
+
+
+@asynchronous
+async def test_a_message_over_the_limit_is_refused_and_the_next_one_served(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}, max_message_bytes=10_000) as service:
+        code, message, _ = await refusal(service.inference.Generate(GenerateRequest(prompt="x" * 20_000)))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "10000" in message
+        assert [r async for r in service.inference.Generate(GenerateRequest(prompt="x"))]
+
+
+# Which model
+
+
+@asynchronous
+async def test_an_unknown_model_is_not_found_and_the_known_are_named(tmp_path: Path, codec: TextCodec) -> None:
+    async with serving(tmp_path, {"b": FakeHost(codec), "a": FakeHost(codec)}) as service:
+        request = GenerateRequest(model="ä" * 5000, prompt="x")  # long, and long again in a header
+        code, _, details = await refusal(service.inference.Generate(request))
+    assert code is grpc.StatusCode.NOT_FOUND
+    (info,) = details
+    assert isinstance(info, error_details_pb2.ResourceInfo)
+    assert info.resource_type == "model"
+    assert info.resource_name.startswith("ää")
+    assert info.description == "known: a, b"
+
+
+@asynchronous
+async def test_without_a_name_the_model_must_be_the_only_one(tmp_path: Path, codec: TextCodec) -> None:
+    async with serving(tmp_path, {"a": FakeHost(codec, outputs("x")), "b": FakeHost(codec)}) as service:
+        code, message, details = await refusal(service.inference.Generate(GenerateRequest(prompt="x")))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert details[0].field_violations[0].field == "model"  # type: ignore[attr-defined]
+        assert message.endswith("loaded: a, b")
+        await service.control.UnloadModel(control_pb2.UnloadModelRequest(model="b"))
+        assert {r.model async for r in service.inference.Generate(GenerateRequest(prompt="x"))} == {"a"}
+
+
+@asynchronous
+async def test_a_model_that_is_not_loaded_says_so(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        await service.control.UnloadModel(control_pb2.UnloadModelRequest(model="m"))
+        code, message, details = await refusal(service.inference.Generate(GenerateRequest(model="m", prompt="x")))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert message == "model 'm' is unloaded; load it first"
+    assert details[0].violations[0].subject == "models/m"  # type: ignore[attr-defined]
+
+
+@asynchronous
+async def test_a_model_that_is_loading_is_unavailable_for_now(tmp_path: Path, host: FakeHost) -> None:
+    host.load_result = asyncio.Event()
+    async with serving(tmp_path, {"m": host}) as service:
+        code, message, _ = await refusal(service.inference.Generate(GenerateRequest(model="m", prompt="x")))
+    assert (code, message) == (grpc.StatusCode.UNAVAILABLE, "model 'm' is loading")
+
+
+# Ends
+
+
+@asynchronous
+async def test_a_client_that_goes_away_frees_its_request(tmp_path: Path, codec: TextCodec) -> None:
+    host = FakeHost(codec, [output(104), asyncio.Event()])
+    async with serving(tmp_path, {"m": host}) as service:
+        call = service.inference.Generate(GenerateRequest(prompt="x"))
+        first = await call.read()
+        call.cancel()
+        assert await host.freed.get() == first.request_id
+
+
+@asynchronous
+async def test_a_client_that_reads_nothing_and_leaves_frees_its_request(tmp_path: Path, codec: TextCodec) -> None:
+    host = FakeHost(codec, [output(104)] * 200_000)
+    async with serving(tmp_path, {"m": host}) as service:
+        call = service.inference.Generate(GenerateRequest(prompt="x"))
+        await call.initial_metadata()
+        call.cancel()
+        await host.freed.get()
+
+
+@asynchronous
+async def test_a_deadline_frees_the_request(tmp_path: Path, codec: TextCodec) -> None:
+    host = FakeHost(codec, [output(104), asyncio.Event()])
+    async with serving(tmp_path, {"m": host}) as service:
+        call = service.inference.Generate(GenerateRequest(prompt="x"), timeout=0.2)
+        code, _, _ = await refusal(call)
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        await host.freed.get()
+
+
+@asynchronous
+async def test_requests_beyond_the_limit_are_told_when_to_come_back(tmp_path: Path, codec: TextCodec) -> None:
+    held = asyncio.Event()
+    host = FakeHost(codec, [output(104), held, output(105, finish=FinishReason.LENGTH)])
+    async with serving(tmp_path, {"m": host}, max_concurrent_requests=1) as service:
+        call = service.inference.Generate(GenerateRequest(prompt="x"))
+        await call.read()
+        code, _, (quota, retry) = await refusal(service.inference.Generate(GenerateRequest(prompt="x")))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert quota.violations[0].subject == "requests"  # type: ignore[attr-defined]
+        assert retry.retry_delay.seconds == 1  # type: ignore[attr-defined]
+        held.set()
+        assert (await call.read()).text == "i"
+        assert [r async for r in service.inference.Generate(GenerateRequest(prompt="x"))]
+
+
+FAILURES: list[tuple[Exception, grpc.StatusCode, str, Message | None]] = [
+    (
+        FailedPreconditionError("modes/fp32", "no room"),
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "no room",
+        error_details_pb2.PreconditionFailure(
+            violations=[
+                error_details_pb2.PreconditionFailure.Violation(
+                    type="STATE", subject="modes/fp32", description="no room"
+                )
+            ]
+        ),
+    ),
+    (
+        StoreError("store/x: gone"),
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "store/x: gone",
+        error_details_pb2.PreconditionFailure(
+            violations=[
+                error_details_pb2.PreconditionFailure.Violation(
+                    type="MODEL", subject="StoreError", description="store/x: gone"
+                )
+            ]
+        ),
+    ),
+    (
+        ResourceExhaustedError("kv_blocks", "none left"),
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "none left",
+        error_details_pb2.QuotaFailure(
+            violations=[error_details_pb2.QuotaFailure.Violation(subject="kv_blocks", description="none left")]
+        ),
+    ),
+    (
+        UnknownModelError("q", ["p"]),
+        grpc.StatusCode.NOT_FOUND,
+        "no model 'q'; known: p",
+        error_details_pb2.ResourceInfo(resource_type="model", resource_name="q", description="known: p"),
+    ),
+    (UnavailableError("going down"), grpc.StatusCode.UNAVAILABLE, "going down", None),
+    (InternalError("the loop died"), grpc.StatusCode.INTERNAL, "the loop died", None),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "message", "detail"), FAILURES, ids=lambda value: type(value).__name__)
+@asynchronous
+async def test_a_failure_in_mid_stream_keeps_its_status(
+    tmp_path: Path, codec: TextCodec, error: Exception, code: grpc.StatusCode, message: str, detail: Message | None
+) -> None:
+    async with serving(tmp_path, {"m": FakeHost(codec, [output(104), error])}) as service:
+        call = service.inference.Generate(GenerateRequest(prompt="x"))
+        assert (await call.read()).text == "h"
+        told_code, told_message, details = await refusal(call)
+    assert (told_code, told_message) == (code, message)
+    assert details == ([detail] if detail else [])
+
+
+@asynchronous
+async def test_a_retry_delay_is_told_to_the_millisecond(tmp_path: Path, codec: TextCodec) -> None:
+    error = ResourceExhaustedError("memory", "full", retry_after_s=1.25)
+    async with serving(tmp_path, {"m": FakeHost(codec, [error])}) as service:
+        _, _, (_, retry) = await refusal(service.inference.Generate(GenerateRequest(prompt="x")))
+    assert retry == error_details_pb2.RetryInfo(retry_delay={"seconds": 1, "nanos": 250_000_000})
+
+
+@asynchronous
+async def test_an_unexpected_error_tells_the_client_only_where_to_look(
+    tmp_path: Path, codec: TextCodec, json_log: Callable[[], list[dict[str, Any]]]
+) -> None:
+    async with serving(tmp_path, {"m": FakeHost(codec, [ZeroDivisionError("secret")])}) as service:
+        code, message, (info,) = await refusal(service.inference.Generate(GenerateRequest(model="m", prompt="x")))
+    assert code is grpc.StatusCode.INTERNAL
+    assert "secret" not in message
+    assert isinstance(info, error_details_pb2.ErrorInfo)
+    error_id = info.metadata["error_id"]
+    assert error_id in message
+    (line,) = [line for line in json_log() if line["event"] == "unexpected error"]
+    assert (line["error_id"], line["level"], line["model"]) == (error_id, "error", "m")
+    assert "ZeroDivisionError: secret" in line["exception"]
+
+
+@asynchronous
+async def test_each_line_of_the_log_is_json_and_names_the_request(
+    tmp_path: Path, host: FakeHost, json_log: Callable[[], list[dict[str, Any]]]
+) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        (request_id,) = {r.request_id async for r in service.inference.Generate(GenerateRequest(prompt="private"))}
+        logging.getLogger("some.library").warning("and %s too", "libraries")
+    lines = json_log()
+    assert all({"timestamp", "level", "event"} <= line.keys() for line in lines)
+    (call,) = [line for line in lines if line["event"] == "call"]
+    assert (call["request_id"], call["model"], call["code"]) == (request_id, "m", "OK")
+    assert [line["level"] for line in lines if line["event"] == "and libraries too"] == ["warning"]
+    assert "private" not in json.dumps(lines)
+
+
+# Control
+
+
+@asynchronous
+async def test_a_switch_is_passed_on_and_its_report_returned(tmp_path: Path, host: FakeHost) -> None:
+    host.switch_result = SwitchReport(PrecisionMode.INT4, PrecisionMode.FP32, 6, False, True, 12.5, 800.0, 812.0)
+    request = control_pb2.SwitchPrecisionRequest(
+        mode=common_pb2.PRECISION_MODE_FP32, in_flight=common_pb2.IN_FLIGHT_FINISH, wait=True
+    )
+    async with serving(tmp_path, {"m": host}) as service:
+        response = await service.control.SwitchPrecision(request)
+    assert response == control_pb2.SwitchPrecisionResponse(
+        model="m",
+        from_mode=common_pb2.PRECISION_MODE_INT4,
+        to_mode=common_pb2.PRECISION_MODE_FP32,
+        generation=6,
+        resident=False,
+        done=True,
+        flip_us=12.5,
+        prepare_ms=800.0,
+        total_ms=812.0,
+    )
+    assert host.switches == [(PrecisionMode.FP32, InFlight.FINISH, "rpc:unix:", True)]
+
+
+@asynchronous
+async def test_open_requests_migrate_unless_asked_otherwise(tmp_path: Path, host: FakeHost) -> None:
+    host.switch_result = SwitchReport(PrecisionMode.INT4, PrecisionMode.INT8, 6, True, True, 1.0, 0.0, 1.0)
+    async with serving(tmp_path, {"m": host}) as service:
+        await service.control.SwitchPrecision(control_pb2.SwitchPrecisionRequest(mode=common_pb2.PRECISION_MODE_INT8))
+    assert host.switches == [(PrecisionMode.INT8, InFlight.MIGRATE, "rpc:unix:", False)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (control_pb2.SwitchPrecisionRequest(), "mode"),
+        (control_pb2.SwitchPrecisionRequest(mode=77), "mode"),  # type: ignore[arg-type]
+        (control_pb2.SwitchPrecisionRequest(mode=common_pb2.PRECISION_MODE_INT8, in_flight=5), "in_flight"),  # type: ignore[arg-type]
+    ],
+)
+@asynchronous
+async def test_a_wrong_switch_names_its_field(
+    tmp_path: Path, host: FakeHost, request_: control_pb2.SwitchPrecisionRequest, field: str
+) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        code, _, details = await refusal(service.control.SwitchPrecision(request_))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details[0].field_violations[0].field == field  # type: ignore[attr-defined]
+    assert host.switches == []
+
+
+@asynchronous
+async def test_the_status_shows_the_daemon_and_its_loaded_models(tmp_path: Path, host: FakeHost) -> None:
+    broken = FakeHost(host.codec)
+    broken.load_result = StoreError("no such store")
+    async with serving(tmp_path, {"m": host, "broken": broken}) as service:
+        status = await service.control.GetStatus(control_pb2.GetStatusRequest())
+    failed, model = status.models
+    assert status.pid > 0
+    assert status.rss_bytes > 1 << 20
+    assert status.available_bytes > 0
+    assert (failed.name, failed.state, failed.reason) == ("broken", control_pb2.MODEL_STATE_FAILED, "no such store")
+    assert (model.name, model.state, model.engine, model.hash) == ("m", control_pb2.MODEL_STATE_SERVING, "fake", "abc")
+    assert (model.mode, model.generation) == (common_pb2.PRECISION_MODE_INT4, 5)
+    assert (model.kv_blocks_total, model.kv_blocks_free, model.kv_cache_bytes) == (10, 4, 640)
+    assert (model.running_requests, model.waiting_requests) == (0, 2)
+    assert (model.context_length, model.architecture, model.path) == (1000, "llama", str(tmp_path / "m"))
+    assert [(mode.mode, mode.resident) for mode in model.modes] == [(1, True), (2, False), (3, False), (4, False)]
+    assert {(mode.bytes, mode.tokens, mode.requests) for mode in model.modes} == {(100, 7, 1)}
+
+
+@asynchronous
+async def test_the_status_of_one_model_needs_a_known_name(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        status = await service.control.GetStatus(control_pb2.GetStatusRequest(model="m"))
+        assert [model.name for model in status.models] == ["m"]
+        code, _, _ = await refusal(service.control.GetStatus(control_pb2.GetStatusRequest(model="n")))
+        assert code is grpc.StatusCode.NOT_FOUND
+
+
+@asynchronous
+async def test_the_list_shows_unloaded_models_too(tmp_path: Path, codec: TextCodec) -> None:
+    async with serving(tmp_path, {"a": FakeHost(codec), "b": FakeHost(codec)}) as service:
+        for name in "ab":
+            await service.control.UnloadModel(control_pb2.UnloadModelRequest(model=name))
+        (tmp_path / "b").mkdir()
+        MANIFEST.write(tmp_path / "b")  # a's store is gone
+        a, b = (await service.control.ListModels(control_pb2.ListModelsRequest())).models
+    assert {a.state, b.state} == {control_pb2.MODEL_STATE_UNLOADED}
+    assert (a.architecture, a.context_length) == ("", 0)
+    assert (b.architecture, b.context_length, b.parameters) == ("llama", 1000, 12_345)
+
+
+@asynchronous
+async def test_a_model_can_be_unloaded_and_loaded_again(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}, grace_s=4.0) as service:
+        unloaded = await service.control.UnloadModel(control_pb2.UnloadModelRequest())
+        assert (unloaded.model, unloaded.aborted_requests, host.graces) == ("m", 0, [4.0])
+        loaded = await service.control.LoadModel(control_pb2.LoadModelRequest(model="m"))
+        assert loaded.model.state == control_pb2.MODEL_STATE_SERVING
+        history = await service.control.GetHistory(control_pb2.GetHistoryRequest())
+    assert [(entry.kind, entry.outcome, entry.actor) for entry in history.entries] == [
+        ("load", "committed", "rpc:unix:"),
+        ("unload", "committed", "rpc:unix:"),
+        ("load", "committed", "config"),
+    ]
+    assert (history.entries[0].to_mode, history.entries[1].from_mode) == (1, 1)
+
+
+@asynchronous
+async def test_what_cannot_be_loaded_or_unloaded_now_says_why(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        code, message, _ = await refusal(service.control.LoadModel(control_pb2.LoadModelRequest(model="m")))
+        assert (code, message) == (grpc.StatusCode.FAILED_PRECONDITION, "model 'm' is serving already")
+        await service.control.UnloadModel(control_pb2.UnloadModelRequest(model="m"))
+        code, message, _ = await refusal(service.control.UnloadModel(control_pb2.UnloadModelRequest(model="m")))
+        assert (code, message) == (grpc.StatusCode.FAILED_PRECONDITION, "model 'm' is not loaded but unloaded")
+        code, _, _ = await refusal(service.control.LoadModel(control_pb2.LoadModelRequest(model="n")))
+        assert code is grpc.StatusCode.NOT_FOUND
+        code, _, details = await refusal(service.control.LoadModel(control_pb2.LoadModelRequest()))
+        assert details[0].field_violations[0].field == "model"  # type: ignore[attr-defined]
+
+
+@asynchronous
+async def test_a_failed_load_is_told_kept_in_history_and_can_be_repeated(tmp_path: Path, host: FakeHost) -> None:
+    host.load_result = StoreError("store is damaged")
+    async with serving(tmp_path, {"m": host}) as service:
+        code, message, _ = await refusal(service.control.LoadModel(control_pb2.LoadModelRequest(model="m")))
+        assert (code, message) == (grpc.StatusCode.FAILED_PRECONDITION, "store is damaged")
+        host.load_result = None
+        await service.control.LoadModel(control_pb2.LoadModelRequest(model="m"))
+        history = await service.control.GetHistory(control_pb2.GetHistoryRequest(model="m", limit=2))
+    assert [(entry.outcome, entry.reason) for entry in history.entries] == [
+        ("committed", ""),
+        ("rejected", "store is damaged"),
+    ]
+
+
+@asynchronous
+async def test_loading_from_a_path_must_be_allowed(tmp_path: Path, host: FakeHost) -> None:
+    request = control_pb2.LoadModelRequest(model="new", path="/store")
+    async with serving(tmp_path, {"m": host}) as service:
+        code, _, details = await refusal(service.control.LoadModel(request))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert details[0].violations[0].subject == "server.allow_load_from_path"  # type: ignore[attr-defined]
+
+
+@asynchronous
+async def test_a_model_loaded_from_a_path_is_known_from_then_on(tmp_path: Path, codec: TextCodec) -> None:
+    hosts = {"m": FakeHost(codec)}
+    async with serving(tmp_path, hosts, allow_load_from_path=True) as service:
+        hosts["new"] = FakeHost(codec)
+        for wrong, field in (("x/y", "model"), ("m", "model")):
+            request = control_pb2.LoadModelRequest(model=wrong, path="/store")
+            _, _, details = await refusal(service.control.LoadModel(request))
+            assert details[0].field_violations[0].field == field  # type: ignore[attr-defined]
+        _, _, details = await refusal(service.control.LoadModel(control_pb2.LoadModelRequest(model="new", path="s")))
+        assert details[0].field_violations[0].field == "path"  # type: ignore[attr-defined]
+        loaded = await service.control.LoadModel(control_pb2.LoadModelRequest(model="new", path="/store"))
+        assert (loaded.model.name, loaded.model.path) == ("new", "/store")
+        listed = await service.control.ListModels(control_pb2.ListModelsRequest())
+        assert [model.name for model in listed.models] == ["m", "new"]
+
+
+@pytest.mark.parametrize("limit", [-1, 10_001])
+@asynchronous
+async def test_a_wrong_history_limit_is_refused(tmp_path: Path, host: FakeHost, limit: int) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        code, _, details = await refusal(service.control.GetHistory(control_pb2.GetHistoryRequest(limit=limit)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details[0].field_violations[0].field == "limit"  # type: ignore[attr-defined]
+
+
+@asynchronous
+async def test_a_watch_gets_every_event_after_its_metadata(tmp_path: Path, codec: TextCodec) -> None:
+    async with serving(tmp_path, {"a": FakeHost(codec), "b": FakeHost(codec)}) as service:
+        everything = service.control.WatchEvents(control_pb2.WatchEventsRequest())
+        only_b = service.control.WatchEvents(control_pb2.WatchEventsRequest(model="b"))
+        await everything.initial_metadata()
+        await only_b.initial_metadata()
+        service.daemon.events.publish("x.first", "a", "one", number=1, list=["u"], nested={"k": None})
+        service.daemon.events.publish("x.second", "b", "two")
+        first, second = await everything.read(), await everything.read()
+        assert (first.kind, first.model, first.message) == ("x.first", "a", "one")
+        assert dict(first.fields)["number"] == 1
+        assert second.sequence == first.sequence + 1
+        assert (await only_b.read()).kind == "x.second"
+        everything.cancel()
+        only_b.cancel()
+
+
+@asynchronous
+async def test_a_watch_that_is_too_slow_is_told_how_much_it_lost(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        watch = service.control.WatchEvents(control_pb2.WatchEventsRequest())
+        await watch.initial_metadata()
+        for number in range(SUBSCRIBER_BACKLOG + 7):  # without giving the watch a turn
+            service.daemon.events.publish("x", "m", str(number))
+        lost = await watch.read()
+        assert (lost.kind, lost.fields["lost"]) == ("events.lost", 7)
+        assert (await watch.read()).message == "7"
+        watch.cancel()
+
+
+@asynchronous
+async def test_a_watch_of_an_unknown_model_is_refused(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        code, _, _ = await refusal(service.control.WatchEvents(control_pb2.WatchEventsRequest(model="n")))
+    assert code is grpc.StatusCode.NOT_FOUND
