@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2_grpc
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
 from dskapi.v1 import control_pb2_grpc, inference_pb2_grpc
 from dskd.address import Address
 from dskd.config import Config, ModelConfig, ServerConfig
@@ -29,8 +32,6 @@ from dskd.server import Daemon
 from dskd.text.tokenizer import TextCodec
 from dskquant.modes import LADDER, PrecisionMode
 from dskquant.store import CHAT_TEMPLATE, TOKENIZER, StoreManifest
-from grpc_health.v1 import health_pb2_grpc
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 END = 256
 """The end-of-text token; the tokens below it are the bytes of UTF-8 text."""

@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.fake_host import MANIFEST
+
 from dskd import cli, doctor
 from dskd.cli import main
 from dskd.doctor import Level, examine
-
-from tests.fake_host import MANIFEST
 
 
 @pytest.fixture

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 import tomli
+from hypothesis import given
+from hypothesis import strategies as st
+
 from dskd import config as config_module
 from dskd.address import Address
 from dskd.config import Config, ModelConfig, build_config, load_config
 from dskd.typed_toml import ConfigError
 from dskd.units import ByteSize, format_bytes
 from dskquant.modes import PrecisionMode
-from hypothesis import given
-from hypothesis import strategies as st
 
 ETC = Path(__file__).parent.parent / "etc"
 

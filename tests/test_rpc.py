@@ -16,6 +16,13 @@ from typing import Any
 import grpc
 import pytest
 import structlog
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.fake_host import END, MANIFEST, FakeHost, Script, asynchronous, output, outputs, serving, tiny_codec
+
 from dskapi.v1 import common_pb2, control_pb2, inference_pb2
 from dskd.config import LogConfig
 from dskd.engine.request import FinishReason, InFlight, MadeToken, SamplingParams, StepOutput
@@ -34,13 +41,6 @@ from dskd.rpc.parse import parse_request
 from dskd.text.tokenizer import TextCodec
 from dskquant.errors import StoreError
 from dskquant.modes import PrecisionMode
-from google.protobuf.message import Message
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
-from hypothesis import given
-from hypothesis import strategies as st
-
-from tests.fake_host import END, MANIFEST, FakeHost, Script, asynchronous, output, outputs, serving, tiny_codec
 
 GenerateRequest = inference_pb2.GenerateRequest
 GenerateResponse = inference_pb2.GenerateResponse

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from dskd.engine.block_pool import BlockPool
 from dskd.engine.request import GenerationRequest
-from dskd.engine.scheduler import Scheduler, SchedulerConfig
+from dskd.config import SchedulerConfig
+from dskd.engine.scheduler import RETRY_AFTER_S, Scheduler
 from dskd.engine.sequence import Chunk, Sequence
 from dskd.errors import InternalError, ResourceExhaustedError
 from dskquant.modes import PrecisionMode
@@ -20,7 +21,7 @@ MADE = 7  # the token that every step makes
 def make_scheduler(
     num_blocks: int = 100, max_batch_tokens: int = 16, max_sequences: int = 8, max_waiting: int = 100
 ) -> Scheduler:
-    config = SchedulerConfig(max_batch_tokens, max_sequences, max_waiting, retry_after_s=2.5)
+    config = SchedulerConfig(max_batch_tokens, max_sequences, max_waiting)
     return Scheduler(config, BlockPool(num_blocks, BLOCK_SIZE))
 
 
@@ -144,7 +145,7 @@ def test_when_too_many_wait_the_next_one_is_told_when_to_come_back() -> None:
     add(scheduler, 2, 2)
     with pytest.raises(ResourceExhaustedError, match="2 requests are waiting") as refusal:
         scheduler.add(make_sequence(2))
-    assert refusal.value.retry_after_s == 2.5
+    assert refusal.value.retry_after_s == RETRY_AFTER_S
 
 
 def test_removing_gives_the_blocks_back_whether_a_sequence_runs_or_waits() -> None:
@@ -165,12 +166,6 @@ def test_the_check_finds_a_lost_block() -> None:
     sequence.blocks = sequence.blocks[:1]
     with pytest.raises(InternalError, match="3 KV blocks are out, 1 are in use"):
         scheduler.check()
-
-
-@pytest.mark.parametrize("limits", [(4, 5, 1), (4, 0, 1), (4, 4, 0)], ids=["budget", "none run", "none wait"])
-def test_limits_under_which_nothing_could_run_are_refused(limits: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        SchedulerConfig(*limits)
 
 
 @settings(max_examples=150, deadline=None)

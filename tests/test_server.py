@@ -13,6 +13,10 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from tests.fake_host import FakeHost, Service, asynchronous, output, outputs, serving, tiny_codec
+
 from dskapi.v1 import control_pb2, control_pb2_grpc, inference_pb2
 from dskd.address import Address
 from dskd.config import Config, ServerConfig, TlsConfig
@@ -21,10 +25,6 @@ from dskd.listen import StartupError
 from dskd.server import CLEAN, FORCED, Daemon
 from dskd.text.tokenizer import TextCodec
 from dskquant.errors import StoreError
-from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-
-from tests.fake_host import FakeHost, Service, asynchronous, output, outputs, serving, tiny_codec
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

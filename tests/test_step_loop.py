@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from structlog.testing import capture_logs
 
 from dskd.engine.request import FinishReason, GenerationRequest, InFlight, MadeToken, SamplingParams, StepOutput
-from dskd.engine.scheduler import SchedulerConfig
+from dskd.config import SchedulerConfig
 from dskd.engine.step_loop import StepLoop
 from dskd.errors import (
     FailedPreconditionError,

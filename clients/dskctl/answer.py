@@ -7,11 +7,11 @@ import sys
 from collections import Counter
 from typing import Protocol
 
-from dskapi.v1.inference_pb2 import FINISH_REASON_UNSPECIFIED, GeneratedToken, GenerateResponse
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dskapi.v1.inference_pb2 import FINISH_REASON_UNSPECIFIED, GeneratedToken, GenerateResponse
 from dskctl.jsonform import to_json
 from dskctl.tables import table
 from dskctl.words import MODES, NOTHING, finish_word, mode_word, printable

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import grpc
+
 from dskapi.v1 import control_pb2 as control
 from dskapi.v1 import inference_pb2 as inference
 from dskapi.v1.control_pb2_grpc import ControlStub
 from dskapi.v1.inference_pb2_grpc import InferenceStub
-
 from dskctl.address import UNIX
 from dskctl.exits import UsageError
 

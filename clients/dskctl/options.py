@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable
 
 from dskapi.v1.inference_pb2 import GenerateRequest, Sampling, TokenIds
-
 from dskctl.words import MODES
 
 INT32 = (-(2**31), 2**31 - 1)

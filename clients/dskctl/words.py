@@ -6,11 +6,12 @@ import time
 import unicodedata
 from datetime import timedelta
 
+from google.protobuf.descriptor import EnumDescriptor
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from dskapi.v1.common_pb2 import InFlight, PrecisionMode
 from dskapi.v1.control_pb2 import ModelState
 from dskapi.v1.inference_pb2 import FinishReason
-from google.protobuf.descriptor import EnumDescriptor
-from google.protobuf.timestamp_pb2 import Timestamp
 
 NOTHING = "-"
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tomli
-from dskquant.engines import ENGINE_NAMES
-from dskquant.modes import PrecisionMode
 
 from dskd.address import Address
 from dskd.typed_toml import Between, Builder, ConfigError, OneOf
 from dskd.units import ByteSize
+from dskquant.engines import ENGINE_NAMES
+from dskquant.modes import PrecisionMode
 
 SYSTEM_SOCKET = Path("/run/dskd/dskd.sock")
 SYSTEM_STATE = Path("/var/lib/dskd")

@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from dskquant.errors import StoreError
-from dskquant.store import StoreManifest, file_sha256
-
 from dskd import memory
 from dskd.config import Config, load_config
 from dskd.typed_toml import ConfigError
 from dskd.units import format_bytes
+from dskquant.errors import StoreError
+from dskquant.store import StoreManifest, file_sha256
 
 ENGINE_PACKAGES = ("openvino", "tokenizers", "grpcio")
 

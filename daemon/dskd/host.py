@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
-from dskquant.modes import PrecisionMode
-from dskquant.store import StoreManifest
-
 from dskd.config import ModelConfig
 from dskd.engine.request import GenerationRequest, InFlight, StepOutput
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
 from dskd.manager.types import ManagerSnapshot, SwitchReport
 from dskd.text.tokenizer import TextCodec
+from dskquant.modes import PrecisionMode
+from dskquant.store import StoreManifest
 
 
 class ModelHost(Protocol):

@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from dskquant.engines import load_engine
-from dskquant.modes import PrecisionMode
-from dskquant.store import StoreManifest
-
 from dskd.config import Config, ModelConfig
 from dskd.engine.request import GenerationRequest, InFlight, StepOutput
 from dskd.host import HostFactory, ModelHost
@@ -17,6 +13,9 @@ from dskd.manager.history import History
 from dskd.manager.manager import QuantizerManager
 from dskd.manager.types import ManagerSnapshot, SwitchReport
 from dskd.text.tokenizer import TextCodec
+from dskquant.engines import load_engine
+from dskquant.modes import PrecisionMode
+from dskquant.store import StoreManifest
 
 
 def host_factory(config: Config) -> HostFactory:

@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import grpc
 import structlog
-from dskapi.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from dskapi.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from dskd import systemd
 from dskd.address import Address
 from dskd.config import Config

@@ -68,7 +68,7 @@ def read_decoder(config: Mapping[str, Any], where: str) -> DecoderConfig:
     """
     fields = Fields(config, where)
     architecture = config.get("model_type")
-    if architecture not in FAMILIES:
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise fields.refusal("model_type", f"{architecture!r} is unknown; known: {', '.join(FAMILIES)}")
     _refuse_variants(fields)
     family = FAMILIES[architecture]

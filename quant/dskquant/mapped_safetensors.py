@@ -102,7 +102,7 @@ class MappedSafetensors:
             dtype, shape, (begin, end) = raw["dtype"], tuple(raw["shape"]), raw["data_offsets"]
         except (KeyError, TypeError, ValueError):
             raise self._refusal(f"tensor {name}: the header entry lacks dtype, shape or data_offsets") from None
-        if dtype not in NUMPY_TYPES:
+        if not isinstance(dtype, str) or dtype not in NUMPY_TYPES:
             raise self._refusal(f"tensor {name}: unknown dtype {dtype!r}; known: {', '.join(NUMPY_TYPES)}")
         if not all(type(number) is int and 0 <= number < MAX_DIMENSION for number in (*shape, begin, end)):
             raise self._refusal(f"tensor {name}: shape {list(shape)} or offsets [{begin}, {end}] are not sizes")

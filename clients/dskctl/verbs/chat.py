@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable
 
 import grpc
+
 from dskapi.v1.control_pb2 import SwitchPrecisionRequest
 from dskapi.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest
-
 from dskctl.daemon import Daemon
 from dskctl.errors import explained
 from dskctl.options import add_generation, generation_request, utf8

@@ -6,7 +6,6 @@ import argparse
 import sys
 
 from dskapi.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest
-
 from dskctl.daemon import Daemon
 from dskctl.exits import UsageError
 from dskctl.options import add_generation, generation_request, token_ids, utf8

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from dskapi.v1.control_pb2 import GetHistoryRequest, GetHistoryResponse, HistoryEntry
 from rich.console import RenderableType
 
+from dskapi.v1.control_pb2 import GetHistoryRequest, GetHistoryResponse, HistoryEntry
 from dskctl.daemon import Daemon
 from dskctl.options import INT32, add_model, integer
 from dskctl.printer import Printer

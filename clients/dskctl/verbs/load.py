@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from dskapi.v1.control_pb2 import LoadModelRequest, LoadModelResponse
-
 from dskctl.daemon import Daemon
 from dskctl.options import utf8
 from dskctl.printer import Printer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from dskapi.v1.control_pb2 import ListModelsRequest, ListModelsResponse
 from rich.console import RenderableType
 
+from dskapi.v1.control_pb2 import ListModelsRequest, ListModelsResponse
 from dskctl.daemon import Daemon
 from dskctl.printer import Printer
 from dskctl.tables import table

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from dskapi.v1.control_pb2 import GetStatusRequest, GetStatusResponse, ModelStatus
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from dskapi.v1.control_pb2 import GetStatusRequest, GetStatusResponse, ModelStatus
 from dskctl.daemon import Daemon
 from dskctl.options import add_model
 from dskctl.printer import Printer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from dskapi.v1.control_pb2 import SwitchPrecisionRequest, SwitchPrecisionResponse
-
 from dskctl.daemon import Daemon
 from dskctl.options import add_mode, utf8
 from dskctl.printer import Printer

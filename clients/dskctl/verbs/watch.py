@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from dskapi.v1.control_pb2 import Event, WatchEventsRequest
 from rich.text import Text
 
+from dskapi.v1.control_pb2 import Event, WatchEventsRequest
 from dskctl.daemon import Daemon
 from dskctl.options import add_model
 from dskctl.printer import Printer

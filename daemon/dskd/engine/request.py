@@ -63,7 +63,7 @@ class MadeToken:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Seconds and counts of one finished request."""
+    """Seconds and counts of one request."""
 
     queue_s: float  # arrival to first step
     first_token_s: float  # arrival to first token
@@ -78,7 +78,7 @@ class StepOutput:
     request_id: str
     tokens: tuple[MadeToken, ...] = ()
     finish: FinishReason | None = None
-    stats: RequestStats | None = None  # set with finish
+    stats: RequestStats | None = None  # so far; set with tokens and with finish
     error: Exception | None = None  # a DskdError wherever possible
 
     @property

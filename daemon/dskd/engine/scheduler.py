@@ -9,27 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from dskd.config import SchedulerConfig
 from dskd.engine.block_pool import BlockPool
 from dskd.engine.sequence import NO_BLOCKS, Chunk, Sequence
 from dskd.errors import InternalError, ResourceExhaustedError
 
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits of one step loop."""
-
-    max_batch_tokens: int = 512  # tokens of one step: decode tokens and prefill chunks together
-    max_sequences: int = 64  # that run at once
-    max_waiting: int = 256  # beyond which new requests are refused
-    retry_after_s: float = 1.0  # what a refused client is told to wait
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_sequences <= self.max_batch_tokens:
-            raise ValueError("max_sequences must be in 1..max_batch_tokens: each one decodes in every step")
-        if self.max_waiting < 1:
-            raise ValueError("max_waiting must be at least 1")
+RETRY_AFTER_S = 1.0
+"""What a client is told to wait when too many wait already."""
 
 
 class Scheduler:
@@ -59,7 +46,7 @@ class Scheduler:
             raise ResourceExhaustedError("kv_cache", f"{detail}; there are {self.pool.num_blocks}")
         if len(self.waiting) >= self.config.max_waiting:
             detail = f"{len(self.waiting)} requests are waiting already"
-            raise ResourceExhaustedError("waiting", detail, self.config.retry_after_s)
+            raise ResourceExhaustedError("waiting", detail, RETRY_AFTER_S)
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Chunk]:

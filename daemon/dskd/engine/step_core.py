@@ -184,7 +184,8 @@ class StepCore:
         self._tokens_by_mode[mode] += 1
         finish = sequence.finish_reason
         if finish is None:
-            self._outputs.append(StepOutput(sequence.request.request_id, (token,)))
+            stats = stats_of(sequence, time.perf_counter())
+            self._outputs.append(StepOutput(sequence.request.request_id, (token,), stats=stats))
         else:
             self._end(sequence, finish=finish, tokens=(token,))
 

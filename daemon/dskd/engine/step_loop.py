@@ -7,10 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
 
+from dskd.config import SchedulerConfig
 from dskd.engine.block_pool import BlockPool
 from dskd.engine.command_queue import CommandQueue
 from dskd.engine.request import FlipReport, GenerationRequest, InFlight, LoopSnapshot, StepOutput
-from dskd.engine.scheduler import Scheduler, SchedulerConfig
+from dskd.engine.scheduler import Scheduler
 from dskd.engine.step_core import StepCore
 from dskd.errors import InternalError, UnavailableError
 from dskquant.engines.protocol import Graph, KVCache

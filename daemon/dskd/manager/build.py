@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
-from dskquant.modes import PrecisionMode
-
 from dskd import memory
 from dskd.manager.proof import Proof, Prover
+from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
+from dskquant.modes import PrecisionMode
 
 NICENESS = 10
 """Of the thread that builds: requests being served go first."""

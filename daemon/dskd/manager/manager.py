@@ -10,11 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
-from dskquant import golden, parameter_set
-from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
-from dskquant.errors import QuantError
-from dskquant.modes import LADDER, PrecisionMode
-from dskquant.store import DEFAULT_PARAMETER_SET
 
 from dskd import memory
 from dskd.config import ModelConfig, SchedulerConfig
@@ -30,6 +25,11 @@ from dskd.manager.proof import Prover
 from dskd.manager.residency import Residency
 from dskd.manager.state_file import Committed, committed_mode
 from dskd.manager.types import HistoryEntry, ManagerSnapshot, ModeState, SwitchReport
+from dskquant import golden, parameter_set
+from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
+from dskquant.errors import QuantError
+from dskquant.modes import LADDER, PrecisionMode
+from dskquant.store import DEFAULT_PARAMETER_SET
 
 FIRST_GENERATION = 1
 

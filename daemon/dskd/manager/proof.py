@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dskd.config import ProofConfig
+from dskd.errors import FailedPreconditionError
 from dskquant import golden
 from dskquant.divergence import Divergence
 from dskquant.engines.protocol import Engine, Graph, Logits
 from dskquant.modes import LADDER, PrecisionMode
-
-from dskd.config import ProofConfig
-from dskd.errors import FailedPreconditionError
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import structlog
-from dskquant.engines.protocol import Graph, KVCache, graph_key
-from dskquant.modes import LADDER, PrecisionMode
 
 from dskd import memory
 from dskd.engine.step_loop import StepLoop
 from dskd.manager.build import Build, Builder
 from dskd.manager.events import EventBus
+from dskquant.engines.protocol import Graph, KVCache, graph_key
+from dskquant.modes import LADDER, PrecisionMode
 
 GraphKey = frozenset[PrecisionMode]
 """The modes that one graph serves."""

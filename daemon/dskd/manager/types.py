@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from dskquant.modes import PrecisionMode
-
 from dskd.engine.request import InFlight, LoopSnapshot
+from dskquant.modes import PrecisionMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from dskapi.v1 import inference_pb2
-
 from dskd.engine.request import FinishReason, MadeToken, RequestStats, StepOutput
 from dskd.rpc.convert import FINISH_REASONS, MODES
 from dskd.rpc.parse import ParsedRequest

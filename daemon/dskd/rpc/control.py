@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 from dskapi.v1 import control_pb2, control_pb2_grpc
-
 from dskd import memory
 from dskd.config import MODEL_NAME, ModelConfig, ServerConfig
 from dskd.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dskapi.v1 import common_pb2, control_pb2, inference_pb2
-from dskquant.modes import PrecisionMode
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from dskapi.v1 import common_pb2, control_pb2, inference_pb2
 from dskd.engine.request import FinishReason, InFlight
 from dskd.errors import InvalidArgumentError
 from dskd.states import ModelState
+from dskquant.modes import PrecisionMode
 
 MODES = {
     PrecisionMode.INT4: common_pb2.PRECISION_MODE_INT4,

@@ -7,8 +7,8 @@ import time
 from contextlib import aclosing
 
 import structlog
-from dskapi.v1 import inference_pb2, inference_pb2_grpc
 
+from dskapi.v1 import inference_pb2, inference_pb2_grpc
 from dskd.registry import ModelRegistry
 from dskd.rpc.answer import Answer
 from dskd.rpc.gate import Gate

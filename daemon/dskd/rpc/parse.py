@@ -7,12 +7,11 @@ import secrets
 from dataclasses import dataclass
 
 from dskapi.v1 import inference_pb2
-from dskquant.store import StoreManifest
-
 from dskd.engine.request import GenerationRequest, SamplingParams
 from dskd.errors import InvalidArgumentError
 from dskd.rpc.convert import chosen_mode
 from dskd.text.tokenizer import TextCodec
+from dskquant.store import StoreManifest
 
 DEFAULT_NEW_TOKENS = 512
 MAX_STOPS = 16

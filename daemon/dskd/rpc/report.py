@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import structlog
-from dskapi.v1 import control_pb2
-from dskquant.errors import StoreError
-from dskquant.store import StoreManifest
 
+from dskapi.v1 import control_pb2
 from dskd.manager.events import Event
 from dskd.manager.types import HistoryEntry, ManagerSnapshot, SwitchReport
 from dskd.registry import ModelEntry
 from dskd.rpc.convert import IN_FLIGHT, MODES, STATES, timestamp
+from dskquant.errors import StoreError
+from dskquant.store import StoreManifest
 
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 

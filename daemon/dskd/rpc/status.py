@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import grpc
-from dskquant.errors import QuantError
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2 as details
@@ -18,6 +17,7 @@ from dskd.errors import (
     ResourceExhaustedError,
     UnknownModelError,
 )
+from dskquant.errors import QuantError
 
 LONGEST_MESSAGE = 800  # bytes; message and details travel in HTTP/2 headers, which hold 8 KiB
 DOMAIN = "dskd"

@@ -10,8 +10,9 @@ import json
 import re
 from typing import Any
 
-from dskquant.errors import StoreError
 from tokenizers import Tokenizer
+
+from dskquant.errors import StoreError
 
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 BYTE_LEVEL = ["ByteLevel"]

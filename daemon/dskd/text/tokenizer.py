@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dskquant.errors import StoreError
-from dskquant.store import CHAT_TEMPLATE, TOKENIZER, StoreManifest
 from tokenizers import Tokenizer
 
 from dskd.errors import InvalidArgumentError
 from dskd.text.chat import ChatTemplate, Message
 from dskd.text.pieces import TokenPieces
+from dskquant.errors import StoreError
+from dskquant.store import CHAT_TEMPLATE, TOKENIZER, StoreManifest
 
 
 class TextCodec:

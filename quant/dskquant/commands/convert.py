@@ -91,7 +91,8 @@ def run(options: argparse.Namespace) -> None:
 @contextmanager
 def _progress_bar(quiet: bool) -> Iterator[staging.Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=quiet) as bar:
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task("opening", total=None)
 
         def show(stage: str, done: int, total: int) -> None:

@@ -125,7 +125,7 @@ class GGUFSource:
             "attention_bias": "blk.0.attn_output.bias" in self._tensors,
             "mlp_bias": "blk.0.ffn_down.bias" in self._tensors,
             "rope_parameters": self._rope_parameters(),
-            "sliding_window": fields.values.get("attention.sliding_window"),
+            "sliding_window": fields.values.get("attention.sliding_window") or None,
         }
         return config | self._special_tokens()
 
