@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -355,6 +356,16 @@ def test_a_failed_replacement_leaves_the_old_store_untouched(tmp_path: Path, lla
         convert(llama, store, ConvertOptions(scheme=Scheme(group_size=0), replace=True), silent)
     assert snapshot(store) == before
     assert not list(tmp_path.glob(".store*"))
+
+
+def test_what_a_killed_conversion_left_is_no_obstacle(tmp_path: Path) -> None:
+    for name in ("partial", "old"):
+        left = tmp_path / f".store.{name}-{os.getpid()}"
+        left.mkdir()
+        (left / "manifest.json").write_text("{}")
+    convert(GOLDEN / "llama", tmp_path / "store", PER_CHANNEL, silent)
+    convert(GOLDEN / "qwen2", tmp_path / "store", ConvertOptions(scheme=Scheme(group_size=0), replace=True), silent)
+    assert list(tmp_path.iterdir()) == [tmp_path / "store"]
 
 
 def test_force_never_removes_what_is_no_store(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
 from dskapi.v1.control_pb2 import SwitchPrecisionResponse
 from dskapi.v1.inference_pb2 import GeneratedToken, GenerateResponse
 from dskctl.words import MODES, mode_word

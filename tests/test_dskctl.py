@@ -18,18 +18,19 @@ from typing import Any
 
 import grpc
 import pytest
-from dskapi.v1 import common_pb2, control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from dskctl.address import checked_address, default_address
-from dskctl.answer import MarkedAnswer
-from dskctl.cli import main
-from dskctl.exits import ExitCode, UsageError
-from dskctl.words import printable
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 from rich.console import Console
+
+from dskapi.v1 import common_pb2, control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from dskctl.address import checked_address, default_address
+from dskctl.answer import MarkedAnswer
+from dskctl.cli import main
+from dskctl.exits import ExitCode, UsageError
+from dskctl.words import printable
 
 INT4, INT8, FP32 = (common_pb2.PRECISION_MODE_INT4, common_pb2.PRECISION_MODE_INT8, common_pb2.PRECISION_MODE_FP32)
 WAIT_S = 20.0

@@ -192,4 +192,3 @@ def test_a_llama3_gguf_carries_its_rope_as_divisors(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", "llama", weights, extra={"rope_freqs.weight": divisors})
     logits = StatefulModel(stored(path, tmp_path / "store")).run(PROMPT)
     assert np.abs(logits - golden_logits("llama_rope_llama3")).max() <= TOLERANCE
-

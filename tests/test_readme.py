@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tomli
+
 from dskctl.exits import EXIT_CODES
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")

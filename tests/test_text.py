@@ -179,6 +179,15 @@ def test_a_special_token_within_a_character_does_not_break_it(llama_codec: TextC
     assert "".join(stream(llama_codec, ids_of("a <0xC3> </s> <0xA9> b"))) == "aéb"
 
 
+def test_an_added_token_of_a_byte_level_vocabulary_stands_for_its_own_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE({"a": 0, "Ġ": 1}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken("1 €", special=False, normalized=False)])
+    codec = TextCodec.load(save(tokenizer, tmp_path / "store"))
+    assert stream(codec, [0, 2, 1, 0]) == ["a", "1 €", " ", "a", ""]
+    assert tokenizer.decode([0, 2, 1, 0]) == "a1 € a"
+
+
 def test_only_the_space_before_the_text_is_stripped(llama_codec: TextCodec) -> None:
     assert stream(llama_codec, ids_of("\u2581a \u2581a")) == ["a", " a", ""]
     assert stream(llama_codec, ids_of("\u2581\u2581 \u2581 a")) == [" ", " ", "a", ""]
@@ -220,10 +229,10 @@ def longest_possible_start(text: str, stops: list[str]) -> int:
     return max((len(start) for start in starts if text.endswith(start)), default=0)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=500)
 @given(
-    pieces=st.lists(st.text("ab ", max_size=4), max_size=12),
-    stops=st.lists(st.text("ab ", min_size=1, max_size=5), max_size=4),
+    pieces=st.lists(st.text("ab", max_size=4), max_size=6),
+    stops=st.lists(st.text("ab", min_size=1, max_size=6), max_size=3),
 )
 def test_all_text_before_the_first_stop_is_passed_on_and_no_more_held_back_than_needed(
     pieces: list[str], stops: list[str]
@@ -247,6 +256,15 @@ def test_a_stop_string_over_several_pieces_never_shows() -> None:
     assert matcher.push("er: more") == ("", True)
     assert matcher.push("anything") == ("", True)
     assert matcher.flush() == ""
+
+
+def test_a_stop_string_may_begin_within_a_false_start() -> None:
+    assert StopMatcher(["aab"]).push("xaaab") == ("xa", True)
+    assert StopMatcher(["abababc"]).push("ababababc") == ("ab", True)
+
+
+def test_the_longest_of_the_stop_strings_complete_at_once_counts() -> None:
+    assert StopMatcher(["d", "cd", "bcd"]).push("abcde") == ("a", True)
 
 
 def test_text_that_did_not_become_a_stop_string_is_passed_on() -> None:
@@ -374,7 +392,14 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
     [
         (None, "none"),
         (decoders.WordPiece(), "WordPiece"),
+        (decoders.Sequence([]), ""),
         (decoders.Sequence([decoders.Replace("_", " "), decoders.Fuse()]), r"Replace \+ Fuse"),
+        (
+            decoders.Sequence(
+                [decoders.Replace("_", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 1)]
+            ),
+            r"Replace \+ ByteFallback \+ Fuse \+ Strip",
+        ),
     ],
 )
 def test_a_decoder_that_cannot_stream_is_refused(tmp_path: Path, decoder: Any, name: str) -> None:

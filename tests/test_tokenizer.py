@@ -235,6 +235,17 @@ def test_sentence_piece_texts_survive_encoding_and_decoding(read: Read) -> None:
     assert [tokenizer.decode(tokenizer.encode(text).ids) for text in TEXTS] == TEXTS
 
 
+def test_sentence_piece_never_makes_a_byte_token_of_text_that_looks_like_one(read: Read) -> None:
+    parts = ["<0", "x0", "A>", "x0A>"]
+    changes = {
+        "tokens": [*SENTENCE_PIECE["tokens"], *parts],
+        "scores": [*SENTENCE_PIECE["scores"], *(1.0 for _ in parts)],
+        "token_type": [*SENTENCE_PIECE["token_type"], *(1 for _ in parts)],
+    }
+    encoding = tokenizer_from_gguf(read(SENTENCE_PIECE, **changes)).encode("<0x0A>", add_special_tokens=False)
+    assert encoding.tokens == ["▁", "<0", "x0A>"]
+
+
 def test_sentence_piece_puts_no_space_before_the_text_where_the_file_forbids_it(read: Read) -> None:
     tokenizer = tokenizer_from_gguf(read(SENTENCE_PIECE, add_space_prefix=False, add_bos_token=False))
     assert tokenizer.encode("é").tokens == ["<0xC3>", "<0xA9>"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -19,15 +19,23 @@ from dskctl.words import MODES, NOTHING, finish_word, mode_word, printable
 MODE_STYLES = {"int4": "yellow", "int8": "green", "fp16": "cyan", "fp32": "magenta"}
 
 
-class AnswerView(Protocol):
-    """Shows one answer: each response as it comes, then the end, which may come early."""
+class AnswerView(ABC):
+    """Shows one answer as it comes. Leaving its context ends it, be it whole or broken off."""
 
+    @abstractmethod
     def write(self, response: GenerateResponse) -> None: ...
 
+    @abstractmethod
     def end(self) -> None: ...
 
+    def __enter__(self) -> AnswerView:
+        return self
 
-class JsonAnswer:
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+class JsonAnswer(AnswerView):
     """One JSON object a line for each response."""
 
     def write(self, response: GenerateResponse) -> None:
@@ -37,7 +45,7 @@ class JsonAnswer:
         """Every line is whole already."""
 
 
-class RawAnswer:
+class RawAnswer(AnswerView):
     """The text of the answer and nothing else; a terminal gets a final line end."""
 
     def write(self, response: GenerateResponse) -> None:
@@ -49,7 +57,7 @@ class RawAnswer:
             print()
 
 
-class MarkedAnswer:
+class MarkedAnswer(AnswerView):
     """Marks the text wherever its mode changes, in colours where the console has them, and sums the answer up."""
 
     def __init__(self, console: Console, with_legend: bool = True) -> None:

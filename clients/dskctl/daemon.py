@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import Queue
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -17,6 +19,7 @@ from dskapi.v1.inference_pb2_grpc import InferenceStub
 from dskctl.address import UNIX
 from dskctl.exits import UsageError
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 _CHANNEL_OPTIONS = (
@@ -55,12 +58,38 @@ def open_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
 
 
 class Stream(Protocol[T_co]):
-    """Responses as they come."""
+    """A call of gRPC that is answered by a stream."""
 
     def __iter__(self) -> Iterator[T_co]: ...
 
     def cancel(self) -> object:
         """Ends the call; without effect when it has ended."""
+
+
+def relayed(call: Stream[T]) -> Generator[T, None, None]:
+    """The responses of `call`, which is cancelled when the generator is closed. Raises grpc.RpcError.
+
+    A thread of its own reads the call: Ctrl-C that strikes inside gRPC can leave its locks held, and the channel hangs.
+    """
+    taken: Queue[T | grpc.RpcError | None] = Queue()
+    threading.Thread(target=_take_all, args=(call, taken), daemon=True).start()
+    try:
+        while (item := taken.get()) is not None:
+            if isinstance(item, grpc.RpcError):
+                raise item
+            yield item
+    finally:
+        call.cancel()
+
+
+def _take_all(call: Stream[T], taken: Queue[T | grpc.RpcError | None]) -> None:
+    """Puts each response, and at the end the error or None."""
+    try:
+        for response in call:
+            taken.put(response)
+        taken.put(None)
+    except grpc.RpcError as error:
+        taken.put(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +102,8 @@ class Daemon:
     load_model: Callable[[control.LoadModelRequest], control.LoadModelResponse]
     unload_model: Callable[[control.UnloadModelRequest], control.UnloadModelResponse]
     get_history: Callable[[control.GetHistoryRequest], control.GetHistoryResponse]
-    watch_events: Callable[[control.WatchEventsRequest], Stream[control.Event]]
-    generate: Callable[[inference.GenerateRequest], Stream[inference.GenerateResponse]]
+    watch_events: Callable[[control.WatchEventsRequest], Generator[control.Event, None, None]]
+    generate: Callable[[inference.GenerateRequest], Generator[inference.GenerateResponse, None, None]]
 
     @classmethod
     def over(cls, channel: grpc.Channel, timeout_s: float | None = None) -> Daemon:
@@ -87,8 +116,8 @@ class Daemon:
             load_model=partial(control_stub.LoadModel, timeout=timeout_s),
             unload_model=partial(control_stub.UnloadModel, timeout=timeout_s),
             get_history=partial(control_stub.GetHistory, timeout=timeout_s),
-            watch_events=partial(control_stub.WatchEvents, timeout=timeout_s),
-            generate=partial(inference_stub.Generate, timeout=timeout_s),
+            watch_events=lambda request: relayed(control_stub.WatchEvents(request, timeout=timeout_s)),
+            generate=lambda request: relayed(inference_stub.Generate(request, timeout=timeout_s)),
         )
 
 

@@ -14,24 +14,25 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.table import Table
+from rich.text import Text
+
 from dskapi.v1.control_pb2 import SwitchPrecisionRequest, SwitchPrecisionResponse
 from dskapi.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest, GenerateResponse, Sampling
 from dskctl.address import LONGEST_UNIX_PATH
 from dskctl.answer import MarkedAnswer
-from dskctl.daemon import Daemon, open_channel
+from dskctl.daemon import Daemon, open_channel, relayed
 from dskctl.errors import explained
 from dskctl.printer import PlainConsole
 from dskctl.tables import table
 from dskctl.words import MODES, mode_word
 from dskquant.errors import StoreError
 from dskquant.store import StoreManifest, file_sha256
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rich.table import Table
-from rich.text import Text
 
 FOLDER = Path(".demo").absolute()
 STORE = FOLDER / "store"
@@ -200,7 +201,7 @@ def wait_until_serving(process: subprocess.Popen[bytes], channel: grpc.Channel) 
     statuses = health.Watch(health_pb2.HealthCheckRequest(), timeout=START_LIMIT_S, wait_for_ready=True)
     threading.Thread(target=lambda: (process.wait(), statuses.cancel()), daemon=True).start()
     try:
-        for response in statuses:
+        for response in relayed(statuses):
             if response.status == health_pb2.HealthCheckResponse.SERVING:
                 console.print("serving")
                 return
@@ -262,16 +263,13 @@ def show_switched_answer(daemon: Daemon) -> None:
     )
     view = MarkedAnswer(console)
     with ThreadPoolExecutor(1) as thread:
-        plan, responses = SwitchPlan(daemon, thread), daemon.generate(request)
-        try:
+        plan = SwitchPlan(daemon, thread)
+        with closing(daemon.generate(request)) as responses, view:
             for response in responses:
                 view.write(response)
                 plan.follow(response)
                 if plan.is_done:
                     break
-        finally:
-            responses.cancel()
-            view.end()
     if not plan.is_done:
         raise DemoError("the answer ended before all switches were made")
     console.print("", switches_table(plan.reports), "", tokens_table(view.tokens_by_mode), sep="\n")

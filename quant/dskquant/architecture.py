@@ -56,7 +56,7 @@ class DecoderConfig:
 
     @property
     def context_length(self) -> int:
-        """Tokens that can be attended to exactly: every layer is computed with full attention, so the window caps them."""
+        """Tokens that are attended to exactly: layers are computed with full attention, so the window caps them."""
         return min(self.max_positions, self.sliding_window or self.max_positions)
 
 

@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class ConvertOptions:
 
     dtype: str | None = None  # of the stored weights; None: that of the source, f32 for quantized GGUF types
     model_id: str | None = None  # None: the name of the source
-    scheme: Scheme = Scheme()  # of the default parameter set
+    scheme: Scheme = field(default_factory=Scheme)  # of the default parameter set
     replace: bool = False  # an existing store of that name
 
 
@@ -59,8 +59,8 @@ class Conversion:
 def convert(source: Path, store: Path, options: ConvertOptions, progress: Progress) -> Conversion:
     """Converts the model at `source` into a new store at `store`.
 
-    Raises SourceError for a source that cannot be used, SchemeError for a scheme that does not fit it, and StoreError when
-    `store` exists already or cannot be written; whatever happens, `store` is either complete or as it was.
+    Raises SourceError for a source that cannot be used, SchemeError for a scheme that does not fit it, and StoreError
+    when `store` exists already or cannot be written; whatever happens, `store` is either complete or as it was.
     """
     store = store.resolve()
     _check_destination(store, options.replace)
@@ -91,6 +91,7 @@ def _written_aside(store: Path) -> Iterator[Path]:
     """A directory beside `store` that becomes it when the block ends well, and is removed when it does not."""
     partial = store.parent / f".{store.name}.partial-{os.getpid()}"
     store.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process of the same number, as in containers
     partial.mkdir()
     try:
         yield partial
@@ -106,6 +107,7 @@ def _put_in_place(partial: Path, store: Path) -> None:
         _sync_directory(store.parent)
         return
     old = store.parent / f".{store.name}.old-{os.getpid()}"
+    shutil.rmtree(old, ignore_errors=True)
     store.rename(old)
     try:
         partial.rename(store)
@@ -178,10 +180,8 @@ def _manifest(source: Source, stored: _Stored, model_id: str, sha256: dict[str, 
 def _notes(decoder: DecoderConfig) -> tuple[str, ...]:
     if decoder.context_length == decoder.max_positions:
         return ()
-    return (
-        f"the context is {decoder.context_length} tokens, the sliding window of the model, instead of "
-        f"{decoder.max_positions}: within it attention is exact",
-    )
+    cap = f"the context is {decoder.context_length} tokens instead of {decoder.max_positions}"
+    return (f"{cap}: the sliding window of the model, within which attention is exact",)
 
 
 def _digests(store: Path, progress: Progress) -> dict[str, str]:

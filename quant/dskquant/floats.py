@@ -23,7 +23,7 @@ def to_float32(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
 
 
 def from_float32(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """Finite float32 values rounded to nearest, ties to even, as `dtype` stores them; too large ones become infinite."""
+    """Finite values rounded to nearest, ties to even, as `dtype` stores them; too large ones become infinite."""
     if dtype == "bf16":
         bits = np.ascontiguousarray(values).view(np.uint32)
         return ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16).astype(np.uint16)

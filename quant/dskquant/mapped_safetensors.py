@@ -50,8 +50,9 @@ class _Entry:
 class MappedSafetensors:
     """One safetensors file, its whole header checked when it is opened.
 
-    Raises `error` (SourceError unless told otherwise), naming file and tensor, for a header that is no JSON or too large,
-    an unknown dtype, a size that does not follow from shape and dtype, and data that overlap or end outside the file.
+    Raises `error` (SourceError unless told otherwise), naming file and tensor, for a header that is no JSON or too
+    large, an unknown dtype, a size that does not follow from shape and dtype, and data that overlap or end outside the
+    file.
     """
 
     def __init__(self, path: Path, error: type[QuantError] = SourceError) -> None:

@@ -126,7 +126,7 @@ def _yarn_attention_factor(parameters: Fields, factor: float) -> float:
 
 
 def _longrope(setting: _Setting) -> tuple[Frequencies, float]:
-    """A divisor for each pair. Only where short and long contexts share them: else angles depend on the prompt's length."""
+    """A divisor for each pair, where short and long contexts share them: else angles depend on the length."""
     parameters = setting.parameters
     divisors = parameters.values.get("short_factor")
     if divisors != parameters.values.get("long_factor"):

@@ -1,7 +1,7 @@
 """Brings the weights of a source into the form they are stored in, one piece of a tensor at a time.
 
-What lies in the source file as it shall be stored is only checked and stays mapped; all else is written to a scratch file
-and mapped from there. So no more than one piece is ever in memory.
+What lies in the source file as it shall be stored is only checked and stays mapped; all else is written to a scratch
+file and mapped from there. So no more than one piece is ever in memory.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _stage(tensor: SourceTensor, dtype: str | None, file: BinaryIO) -> StagedWei
     file.write(bytes(-file.tell() % ALIGNMENT))
     offset = file.tell()
     for piece in _converted(tensor, target):
-        file.write(memoryview(np.ascontiguousarray(piece)).cast("B"))
+        file.write(np.ascontiguousarray(piece).data)
     return _Scratched(offset, tensor.shape, target)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Callable
+from contextlib import closing, suppress
 
 import grpc
 
@@ -60,16 +60,14 @@ class Conversation:
         request.CopyFrom(self._options)
         system = [ChatMessage(role="system", content=self._system)] if self._system else []
         request.chat.CopyFrom(Chat(messages=[*system, *messages]))
-        responses, view, text = self._daemon.generate(request), self._printer.answer(), ""
+        text = ""
         try:
-            for response in responses:
-                text += response.text
-                view.write(response)
+            with closing(self._daemon.generate(request)) as responses, self._printer.answer() as view:
+                for response in responses:
+                    text += response.text
+                    view.write(response)
         except KeyboardInterrupt:
             self._printer.note("")
-        finally:
-            responses.cancel()
-            view.end()
         return text
 
     def _switch(self, mode: str) -> None:
@@ -117,7 +115,7 @@ def _piped(conversation: Conversation) -> None:
 
 def _interactive(conversation: Conversation, printer: Printer, address: str) -> None:
     """Until Ctrl-D or /quit."""
-    with contextlib.suppress(ImportError):
+    with suppress(ImportError):
         import readline  # noqa: F401  (line editing for input())
     printer.note(HELP)
     while (line := _read_line(printer)).strip() != "/quit":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
 
 from dskapi.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest
 from dskctl.daemon import Daemon
@@ -35,13 +36,9 @@ def run(args: argparse.Namespace, daemon: Daemon, printer: Printer) -> None:
         raise UsageError("--raw and --json exclude each other")
     request = generation_request(args)
     _set_input(request, args)
-    responses, answer = daemon.generate(request), printer.answer(raw=args.raw)
-    try:
+    with closing(daemon.generate(request)) as responses, printer.answer(raw=args.raw) as answer:
         for response in responses:
             answer.write(response)
-    finally:
-        responses.cancel()
-        answer.end()
 
 
 def _set_input(request: GenerateRequest, args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 
 from rich.text import Text
 
@@ -15,12 +16,9 @@ from dskctl.words import local_time, printable
 
 
 def run(args: argparse.Namespace, daemon: Daemon, printer: Printer) -> None:
-    events = daemon.watch_events(WatchEventsRequest(model=args.model))
-    try:
+    with closing(daemon.watch_events(WatchEventsRequest(model=args.model))) as events:
         for event in events:
             printer.show_item(event, as_text)
-    finally:
-        events.cancel()
 
 
 def as_text(event: Event) -> Text:

@@ -19,7 +19,7 @@ class IncrementalDetokenizer:
     def __init__(self, codec: TextCodec) -> None:
         self._pieces = codec.pieces
         self._characters = codecs.getincrementaldecoder("utf-8")("replace") if self._pieces.byte_level else _ByteRun()
-        self._spaces_to_strip = self._pieces.stripped_spaces
+        self._strips_space = self._pieces.strips_space
 
     def push(self, token_id: int) -> str:
         """The text this token completes; empty within a character and for special tokens."""
@@ -34,12 +34,10 @@ class IncrementalDetokenizer:
 
     def _strip(self, text: str) -> str:
         """SentencePiece puts a space before a text; it is no part of the answer."""
-        if not self._spaces_to_strip or not text:
+        if not self._strips_space or not text:
             return text
-        stripped = text.lstrip(" ")
-        spaces = min(len(text) - len(stripped), self._spaces_to_strip)
-        self._spaces_to_strip = 0 if stripped else self._spaces_to_strip - spaces
-        return text[spaces:]
+        self._strips_space = False
+        return text.removeprefix(" ")
 
 
 class _ByteRun(codecs.IncrementalDecoder):

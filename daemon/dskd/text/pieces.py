@@ -17,7 +17,7 @@ from dskquant.errors import StoreError
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 BYTE_LEVEL = ["ByteLevel"]
 SENTENCE_PIECE = ["Replace", "ByteFallback", "Fuse"]
-STRIPPED = "Strip"
+STRIP = "Strip"
 
 NOTHING = b""
 
@@ -32,7 +32,7 @@ class TokenPieces:
     def __init__(self, tokenizer: Tokenizer) -> None:
         steps = _decoder_steps(tokenizer)
         self.byte_level = _names(steps) == BYTE_LEVEL
-        self.stripped_spaces = 0  # at the start of a text, at most
+        self.strips_space = False  # one, at the start of a text
         self._replaced, self._replacement = "", ""
         if not self.byte_level:
             self._read_sentence_piece(steps)
@@ -64,14 +64,13 @@ class TokenPieces:
         return bytes.fromhex(byte[1]) if byte else text
 
     def _read_sentence_piece(self, steps: list[dict[str, Any]]) -> None:
-        replace, strip = steps[0], steps[-1]
-        if _names(steps) not in (SENTENCE_PIECE, [*SENTENCE_PIECE, STRIPPED]) or "String" not in replace["pattern"]:
+        if _names(steps) not in (SENTENCE_PIECE, [*SENTENCE_PIECE, STRIP]) or "String" not in steps[0]["pattern"]:
             raise _unknown(steps)
+        replace, strip = steps[0], steps[-1]
         self._replaced, self._replacement = replace["pattern"]["String"], replace["content"]
-        if strip["type"] == STRIPPED:
-            if strip["content"] != " " or strip["stop"] != 0:
-                raise _unknown(steps)
-            self.stripped_spaces = strip["start"]
+        self.strips_space = strip["type"] == STRIP
+        if self.strips_space and (strip["content"], strip["start"], strip["stop"]) != (" ", 1, 0):
+            raise _unknown(steps)
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:

@@ -74,7 +74,7 @@ class TensorSource(Source, Protocol):
     """A source that gives single weights."""
 
     def check_tensors(self, expected: Mapping[str, Shape]) -> None:
-        """Raises SourceError when a weight is missing or of another shape, or there is one the decoder does not know."""
+        """Raises SourceError when a weight is missing or of another shape, or one is unknown to the decoder."""
         ...
 
     def tensor(self, name: str) -> SourceTensor:

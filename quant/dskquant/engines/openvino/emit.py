@@ -1,8 +1,8 @@
 """Writes a decoder as a standard stateful OpenVINO IR, of the form that optimum-intel exports.
 
-The patterns (RMS norm, rotary embedding, repeated key and value heads, cache as ReadValue -> Gather -> Concat -> Assign)
-are those that the engine's own passes look for: the CPU plugin fuses them, and `paged_attention_transformation` turns
-the result into a paged graph.
+The patterns (RMS norm, rotary embedding, repeated key and value heads, the cache as ReadValue -> Gather -> Concat ->
+Assign) are those that the engine's own passes look for: the CPU plugin fuses them, and `paged_attention_transformation`
+turns the result into a paged graph.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Builder:
         return self._linear(ops.multiply(gate, self._linear(normed, f"{prefix}.up_proj")), f"{prefix}.down_proj")
 
     def _heads(self, normed: ov.Node, module: str, heads: int, norm: str = "") -> ov.Node:
-        """[batch, tokens, hidden] -> [batch, heads, tokens, head_dim], each head normed where the weights have a norm."""
+        """[batch, tokens, hidden] -> [batch, heads, tokens, head_dim]; each head normed where there is such a norm."""
         split = ops.reshape(self._linear(normed, module), _integers(0, 0, heads, self._config.head_dim), True)
         if norm in self._weights:
             split = self._norm(split, norm)

@@ -54,12 +54,13 @@ class _PlaneRewrite:
         if weight.role is Role.LINEAR:
             self._replace_linear(weight, scheme)
         else:
-            eight_bit = self._dequantized(self._matrices.eight_bit(weight.name), scheme, ov.Type.u8)
+            matrix = self._matrices.eight_bit(weight.name)
+            eight_bit = dequantized(matrix, scheme.shape, ov.Type.u8, self.keep_alive)
             weight.source.replace(eight_bit.output(0))
 
     def _replace_linear(self, weight: Weight, scheme: TensorScheme) -> None:
         base, residual = (
-            self._dequantized(self._matrices.plane(weight.name, plane), scheme, ov.Type.u4)
+            dequantized(self._matrices.plane(weight.name, plane), scheme.shape, ov.Type.u4, self.keep_alive)
             for plane in ("base", "residual")
         )
         for matmul in weight.matmuls:
@@ -80,22 +81,28 @@ class _PlaneRewrite:
             self._selected[key] = gather_rows(tokens, self._rows)
         return self._selected[key]
 
-    def _dequantized(self, matrix: MappedMatrix, scheme: TensorScheme, kind: ov.Type) -> ov.Node:
-        rows, columns = scheme.shape
-        groups = matrix.scales.shape[1]
-        grouped = [rows, groups, columns // groups] if groups > 1 else [rows, columns]
-        per_group = [rows, groups, 1] if groups > 1 else [rows, 1]
-        zero_points = pack_u4(matrix.zero_points.reshape(1, -1)) if kind == ov.Type.u4 else matrix.zero_points
-        codes = ops.convert(self._constant(matrix.codes, grouped, kind), ov.Type.f16)
-        centre = ops.convert(self._constant(zero_points, per_group, kind), ov.Type.f16)
-        values = ops.multiply(ops.subtract(codes, centre), self._constant(matrix.scales, per_group, ov.Type.f16))
-        if groups > 1:
-            values = ops.reshape(values, ops.constant(np.array([rows, columns], np.int64)), special_zero=False)
-        return ops.convert(values, ov.Type.f32)
 
-    def _constant(self, array: Any, shape: list[int], kind: ov.Type) -> ov.Node:
-        self.keep_alive.append(array)
-        return ov.op.Constant(ov.Tensor(array, ov.Shape(shape), kind))
+def dequantized(matrix: MappedMatrix, shape: tuple[int, int], kind: ov.Type, keep_alive: KeepAlive) -> ov.Node:
+    """The matrix of `shape` in float32, computed in the graph from codes of type `kind` (u4 or u8).
+
+    Engines fuse this pattern into the matrix product that reads it. What must outlive it is added to `keep_alive`.
+    """
+    rows, columns = shape
+    groups = matrix.scales.shape[1]
+    grouped = [rows, groups, columns // groups] if groups > 1 else [rows, columns]
+    per_group = [rows, groups, 1] if groups > 1 else [rows, 1]
+    zero_points = pack_u4(matrix.zero_points.reshape(1, -1)) if kind == ov.Type.u4 else matrix.zero_points
+    keep_alive += [matrix, zero_points]
+    codes = ops.convert(_constant(matrix.codes, grouped, kind), ov.Type.f16)
+    centre = ops.convert(_constant(zero_points, per_group, kind), ov.Type.f16)
+    values = ops.multiply(ops.subtract(codes, centre), _constant(matrix.scales, per_group, ov.Type.f16))
+    if groups > 1:
+        values = ops.reshape(values, ops.constant(np.array([rows, columns], np.int64)), special_zero=False)
+    return ops.convert(values, ov.Type.f32)
+
+
+def _constant(array: Any, shape: list[int], kind: ov.Type) -> ov.Node:
+    return ov.op.Constant(ov.Tensor(array, ov.Shape(shape), kind))
 
 
 def _linear(tokens: ov.Output, weights: ov.Node) -> ov.Node:
