@@ -84,6 +84,9 @@ class FakeGraph:
         assert isinstance(cache, FakeCache)
         self._cache = cache
 
+    def release_source(self) -> None:
+        """There is no source."""
+
     def close(self) -> None:
         self.is_closed = True
 

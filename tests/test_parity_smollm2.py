@@ -6,27 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden_models import GOLDEN, SMOLLM2
+from golden_models import GOLDEN
 
-from dskquant.convert import ConvertOptions, convert
 from dskquant.engines.openvino.stateful import StatefulModel
 from dskquant.store import IR_XML, StoreManifest
 
 TOLERANCE = 1e-3
 
-pytestmark = pytest.mark.skipif(not SMOLLM2.exists(), reason=f"{SMOLLM2} is missing: run `make test`")
-
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("smollm2") / "store"
-    convert(SMOLLM2, directory, ConvertOptions(), lambda stage, done, total: None)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def model(store: Path) -> StatefulModel:
-    return StatefulModel(store / IR_XML)
+def model(smollm2_store: Path) -> StatefulModel:
+    return StatefulModel(smollm2_store / IR_XML)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +48,9 @@ def test_greedy_answers_are_those_of_transformers(
     assert answer == wanted
 
 
-def test_the_manifest_tells_what_the_model_is(store: Path) -> None:
+def test_the_manifest_tells_what_the_model_is(smollm2_store: Path) -> None:
     """Sizes as published for SmolLM2-135M."""
-    manifest = StoreManifest.read(store)
+    manifest = StoreManifest.read(smollm2_store)
     assert manifest.model_id == "SmolLM2-135M-Instruct.Q4_1"
     assert (manifest.architecture, manifest.dtype) == ("llama", "f32")
     assert (manifest.num_layers, manifest.hidden_size, manifest.intermediate_size) == (30, 576, 1536)

@@ -15,6 +15,7 @@ from dskd.address import Address
 from dskd.typed_toml import Between, Builder, ConfigError, OneOf
 from dskd.units import ByteSize
 from dskquant.engines import ENGINE_NAMES
+from dskquant.engines.protocol import WeightLayout
 from dskquant.modes import PrecisionMode
 
 SYSTEM_SOCKET = Path("/run/dskd/dskd.sock")
@@ -145,6 +146,7 @@ class ModelConfig:
     threads: Annotated[int, Between(0)] = 0  # 0: all cores
     kv_precision: Annotated[str, OneOf(("u8", "f16", "bf16", "f32"))] = "u8"
     kv_cache_bytes: ByteSize = field(default=ByteSize(2 << 30))
+    weights: WeightLayout = WeightLayout.SHARED
     activation_group: Annotated[int, Between(0)] = 128  # 0: float activations
     on_demand_ttl_s: Annotated[float, Between(0)] = 60.0
     proof: ProofConfig = ProofConfig()

@@ -6,6 +6,7 @@ Format: https://huggingface.co/docs/safetensors, `[8 bytes: header size][header:
 from __future__ import annotations
 
 import json
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ class MappedSafetensors:
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self._entries = {name: self._entry(name, raw, data_bytes) for name, raw in header.items()}
         self._refuse_overlaps()
-        self._bytes = np.memmap(path, np.uint8, "r") if data_bytes else np.empty(self._data_offset, np.uint8)
+        self._map = _map_read_only(path)
+        self._bytes = np.frombuffer(self._map, np.uint8)
 
     @property
     def names(self) -> list[str]:
@@ -80,6 +82,10 @@ class MappedSafetensors:
         entry = self._entries[name]
         begin, end = self._data_offset + entry.begin, self._data_offset + entry.end
         return np.asarray(self._bytes[begin:end]).view(NUMPY_TYPES[entry.dtype]).reshape(entry.shape)
+
+    def release_pages(self) -> None:
+        """Lets go of the pages read so far; what is touched again is read again (madvise(2), MADV_DONTNEED)."""
+        self._map.madvise(mmap.MADV_DONTNEED)
 
     def _read_header(self) -> tuple[dict[str, Any], int, int]:
         """Header, offset of the data in the file, and how many bytes of data there are."""
@@ -128,3 +134,8 @@ class MappedSafetensors:
 
     def _refusal(self, message: str) -> QuantError:
         return self._error(f"{self._path}: {message}")
+
+
+def _map_read_only(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

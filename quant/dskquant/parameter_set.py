@@ -4,7 +4,8 @@
       manifest.json              format, the weights it was made for, the scheme of each tensor, SHA-256 of each file
       planes-00001.safetensors   the tensors, in files of about 512 MiB
 
-A linear layer W [N, K] has `W.base.*` and `W.residual.*`, an 8-bit tensor `W.*`, where * is
+A linear layer W [N, K] has `W.base.*` and `W.residual.*`, and `W.int8.*` if the set was made with an 8-bit plane; an
+8-bit tensor has `W.*`. Here * is
 `codes` (uint8; two 4-bit codes a byte [N, K/2], low half first, or [N, K] for 8 bit), `scales` (float16 [N, G]) and
 `zero_points` (uint8 [N, G], one a byte).
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,12 @@ from dskquant.engines import load_engine
 from dskquant.engines.protocol import WeightSource
 from dskquant.errors import SchemeError, StoreError
 from dskquant.mapped_safetensors import MappedSafetensors
-from dskquant.planes import Float32, QuantizedMatrix, pack_u4, quantize, quantize_planes
+from dskquant.planes import Float32, QuantizedMatrix, group_length, pack_u4, quantize, quantize_planes
 from dskquant.scheme import Role, Scheme, TensorScheme
 from dskquant.store import MANIFEST, StoreManifest, file_sha256
 
 FORMAT_VERSION = 1
 FILE_BYTES = 512 << 20
-PLANES = ("base", "residual")
 
 Tensors = dict[str, NDArray[Any]]
 Progress = Callable[[str, int, int], None]
@@ -66,7 +66,16 @@ class ParameterSet:
 
     def matrices(self) -> MatrixReader:
         """Opens the files of the set."""
-        return MatrixReader([MappedSafetensors(self.directory / name) for name in self.sha256])
+        return MatrixReader([MappedSafetensors(self.directory / name, StoreError) for name in self.sha256])
+
+    def verify(self) -> None:
+        """Reads every file. Raises StoreError for the first one that is missing or not the one the manifest names."""
+        for name, expected in self.sha256.items():
+            path = self.directory / name
+            if not path.is_file():
+                raise StoreError(f"{path}: missing")
+            if file_sha256(path) != expected:
+                raise StoreError(f"{path}: damaged: its SHA-256 is not the one in {MANIFEST}")
 
     def write_manifest(self) -> None:
         (self.directory / MANIFEST).write_text(self._manifest_text(), encoding="utf-8")
@@ -80,6 +89,7 @@ class ParameterSet:
                 "group_size": scheme.group_size,
                 "symmetric": scheme.symmetric,
                 "always_residual": scheme.always_residual,
+                "int8_plane": scheme.int8_plane,
             }
             for name, scheme in self.tensors.items()
         }
@@ -97,24 +107,41 @@ class ParameterSet:
 class MatrixReader:
     """Looks matrices up by tensor name in the mapped files of a set."""
 
-    def __init__(self, files: Iterable[MappedSafetensors]) -> None:
+    def __init__(self, files: Sequence[MappedSafetensors]) -> None:
+        self._mapped = files
         self._files = {name: file for file in files for name in file.names}
 
-    def plane(self, tensor: str, plane: str) -> MappedMatrix:
-        """The `plane` ("base" or "residual") of a linear layer. Raises StoreError when the set lacks it."""
-        return self._matrix(f"{tensor}.{plane}")
+    def plane(self, tensor: str, plane: str, scheme: TensorScheme) -> MappedMatrix:
+        """The `plane` ("base", "residual" or "int8") of a linear layer. Raises StoreError when the set lacks it."""
+        bits = 8 if plane == "int8" else 4
+        return self._matrix(f"{tensor}.{plane}", scheme, bits)
 
-    def eight_bit(self, tensor: str) -> MappedMatrix:
+    def eight_bit(self, tensor: str, scheme: TensorScheme) -> MappedMatrix:
         """An embedding or lm_head. Raises StoreError when the set lacks it."""
-        return self._matrix(tensor)
+        return self._matrix(tensor, scheme, 8)
 
-    def _matrix(self, prefix: str) -> MappedMatrix:
-        return MappedMatrix(*(self._array(f"{prefix}.{part}") for part in ("codes", "scales", "zero_points")))
+    def release_pages(self) -> None:
+        """Lets go of what was read of the files so far; it is read again when it is touched."""
+        for file in self._mapped:
+            file.release_pages()
 
-    def _array(self, name: str) -> NDArray[Any]:
-        if name not in self._files:
+    def _matrix(self, prefix: str, scheme: TensorScheme, bits: int) -> MappedMatrix:
+        rows, columns = scheme.shape
+        groups = columns // group_length(columns, scheme.group_size)
+        return MappedMatrix(
+            self._array(f"{prefix}.codes", "U8", (rows, columns * bits // 8)),
+            self._array(f"{prefix}.scales", "F16", (rows, groups)),
+            self._array(f"{prefix}.zero_points", "U8", (rows, groups)),
+        )
+
+    def _array(self, name: str, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        file = self._files.get(name)
+        if file is None:
             raise StoreError(f"the parameter set has no tensor {name}")
-        return self._files[name].array(name)
+        if (file.dtype(name), file.shape(name)) != (dtype, shape):
+            found = f"{file.dtype(name)} {list(file.shape(name))}"
+            raise StoreError(f"tensor {name} of the parameter set is {found}, not {dtype} {list(shape)}")
+        return file.array(name)
 
 
 def read(directory: Path) -> ParameterSet:
@@ -124,17 +151,23 @@ def read(directory: Path) -> ParameterSet:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if raw["format_version"] != FORMAT_VERSION:
             raise StoreError(f"{path}: format_version {raw['format_version']}; this version reads {FORMAT_VERSION}")
-        tensors = {
-            name: TensorScheme(
-                Role(item["role"]), tuple(item["shape"]), item["group_size"], item["symmetric"], item["always_residual"]
-            )
-            for name, item in raw["tensors"].items()
-        }
+        tensors = {name: _read_scheme(item) for name, item in raw["tensors"].items()}
         return ParameterSet(
             directory, raw["model_id"], raw["weights_sha256"], tensors, raw["sha256"], raw["provenance"]
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{path}: not a readable parameter set: {type(error).__name__}: {error}") from error
+
+
+def _read_scheme(item: dict[str, Any]) -> TensorScheme:
+    return TensorScheme(
+        Role(item["role"]),
+        tuple(item["shape"]),
+        item["group_size"],
+        item["symmetric"],
+        item["always_residual"],
+        item["int8_plane"],
+    )
 
 
 def create(store: Path, scheme: Scheme, destination: Path, progress: Progress) -> ParameterSet:
@@ -171,12 +204,15 @@ def quantize_tensor(weight: WeightSource, scheme: TensorScheme) -> Tensors:
 
 
 def _quantize_piece(rows: Float32, scheme: TensorScheme) -> Tensors:
-    if scheme.role is Role.LINEAR:
-        planes = quantize_planes(rows, scheme.group_size, scheme.symmetric)
-        parts = [_parts(f"{name}.", plane, pack_u4(plane.codes)) for name, plane in zip(PLANES, planes, strict=True)]
-        return {**parts[0], **parts[1]}
-    matrix = quantize(rows, 8, scheme.group_size, scheme.symmetric)
-    return _parts("", matrix, matrix.codes)
+    if scheme.role is not Role.LINEAR:
+        matrix = quantize(rows, 8, scheme.group_size, scheme.symmetric)
+        return _parts("", matrix, matrix.codes)
+    base, residual = quantize_planes(rows, scheme.group_size, scheme.symmetric)
+    parts = _parts("base.", base, pack_u4(base.codes)) | _parts("residual.", residual, pack_u4(residual.codes))
+    if scheme.int8_plane:
+        exact = quantize(rows, 8, scheme.group_size, scheme.symmetric)
+        parts |= _parts("int8.", exact, exact.codes)
+    return parts
 
 
 def _parts(prefix: str, matrix: QuantizedMatrix, codes: NDArray[np.uint8]) -> Tensors:

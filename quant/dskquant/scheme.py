@@ -29,6 +29,7 @@ class TensorScheme:
     group_size: int
     symmetric: bool
     always_residual: bool = False  # the layer uses base + residual in every quantized mode
+    int8_plane: bool = False  # the layer also has a plane of 8-bit codes, for the separate weight layout
 
     @property
     def bits(self) -> int:
@@ -38,11 +39,16 @@ class TensorScheme:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a model is quantized. Tensors that match one of the shell patterns `int8_layers` never use the base alone."""
+    """How a model is quantized.
+
+    Tensors that match one of the shell patterns `int8_layers` never use the base plane alone. `int8_plane` adds a plane
+    of 8-bit codes to every linear layer, which the separate weight layout serves INT8 from.
+    """
 
     group_size: int = 64
     symmetric: bool = False
     int8_layers: tuple[str, ...] = ()
+    int8_plane: bool = False
 
     def __post_init__(self) -> None:
         if self.group_size not in GROUP_SIZES:
@@ -55,4 +61,4 @@ class Scheme:
         if role is not Role.LINEAR:
             return TensorScheme(role, shape, group_size=0, symmetric=False)
         always_residual = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.int8_layers)
-        return TensorScheme(role, shape, self.group_size, self.symmetric, always_residual)
+        return TensorScheme(role, shape, self.group_size, self.symmetric, always_residual, self.int8_plane)

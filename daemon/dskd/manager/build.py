@@ -53,6 +53,7 @@ class Builder:
         try:
             with _timed(phases, "prove"):
                 proofs = self.prover.prove(graph)
+                graph.release_source()
                 if cache is not None:
                     graph.bind(cache)
         except BaseException:

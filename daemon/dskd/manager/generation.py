@@ -20,6 +20,7 @@ class Generation:
     @classmethod
     def of(cls, number: int, parameters: ParameterSet, engine: str, options: CompileOptions) -> Generation:
         """The generation that serves `parameters` as `engine` compiles them with `options`."""
-        effective = {"parameters": parameters.hash, "engine": engine, "options": asdict(options)}
+        compiled = asdict(options) | {"weights": options.weights.value}
+        effective = {"parameters": parameters.hash, "engine": engine, "options": compiled}
         text = json.dumps(effective, sort_keys=True)
         return cls(number, hashlib.sha256(text.encode()).hexdigest())

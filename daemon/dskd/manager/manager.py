@@ -72,8 +72,9 @@ class QuantizerManager:
         """Builds and proves the resident modes, then serves. What it raises is a DskdError or QuantError."""
         store, config = self._config.path, self._config
         parameters = await asyncio.to_thread(parameter_set.read, store / DEFAULT_PARAMETER_SET)
+        await asyncio.to_thread(parameters.verify)
         prompts = await asyncio.to_thread(golden.read, store)
-        options = CompileOptions(config.threads, config.kv_precision, config.activation_group)
+        options = CompileOptions(config.threads, config.kv_precision, config.activation_group, config.weights)
         builder = Builder(self._engine, store, options, Prover(prompts, self._engine, config.proof))
         self._generation = Generation.of(FIRST_GENERATION, parameters, self._engine.name, options)
         self._residency = Residency(self._name, builder, self._generation.number, self._events)

@@ -16,7 +16,7 @@ from dskd import memory
 from dskd.engine.step_loop import StepLoop
 from dskd.manager.build import Build, Builder
 from dskd.manager.events import EventBus
-from dskquant.engines.protocol import Graph, KVCache, graph_key
+from dskquant.engines.protocol import Graph, KVCache
 from dskquant.modes import LADDER, PrecisionMode
 
 GraphKey = frozenset[PrecisionMode]
@@ -43,6 +43,7 @@ class Residency:
         self._generation = generation
         self._events = events
         self._log = structlog.get_logger().bind(model=model, generation=generation)
+        self._key = builder.options.graph_key
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"build-{model}")
         self._residents: dict[GraphKey, Resident] = {}
         self._builds: dict[GraphKey, asyncio.Task[Build]] = {}
@@ -50,11 +51,11 @@ class Residency:
 
     def has(self, mode: PrecisionMode) -> bool:
         """Whether `mode` could serve at once."""
-        return graph_key(mode) in self._residents
+        return self._key(mode) in self._residents
 
     def bytes_of(self, mode: PrecisionMode) -> int:
         """Memory of the graph that serves `mode`; 0 if it is not in memory."""
-        resident = self._residents.get(graph_key(mode))
+        resident = self._residents.get(self._key(mode))
         return resident.graph.resident_bytes if resident else 0
 
     @property
@@ -64,7 +65,7 @@ class Residency:
 
     async def build_first(self, modes: Collection[PrecisionMode]) -> Graph:
         """Builds the graphs of `modes` before there is a loop or a cache; returns one of them."""
-        for key in dict.fromkeys(graph_key(mode) for mode in modes):
+        for key in dict.fromkeys(self._key(mode) for mode in modes):
             build = await self._build(key, None)
             self._residents[key] = Resident(build.graph, time.monotonic())
         return next(iter(self._residents.values())).graph
@@ -81,7 +82,7 @@ class Residency:
 
         A build goes on when the waiting is cancelled. Raises what `Builder.build` raises.
         """
-        key = graph_key(mode)
+        key = self._key(mode)
         if key in self._residents:
             self._residents[key].asked = time.monotonic()
             return {}
@@ -94,15 +95,15 @@ class Residency:
     @contextmanager
     def holding(self, mode: PrecisionMode) -> Iterator[None]:
         """Keeps the graph of `mode` from being released while somebody is about to use it."""
-        self._held[graph_key(mode)] += 1
+        self._held[self._key(mode)] += 1
         try:
             yield
         finally:
-            self._held[graph_key(mode)] -= 1
+            self._held[self._key(mode)] -= 1
 
     async def release_unused(self, kept: Collection[PrecisionMode], ttl_s: float) -> None:
         """Runs for ever: gives back the memory of graphs, other than those of `kept`, unused for `ttl_s` seconds."""
-        kept_keys = {graph_key(mode) for mode in kept}
+        kept_keys = {self._key(mode) for mode in kept}
         while True:
             await asyncio.sleep(min(max(ttl_s / 4, 0.05), LONGEST_NAP_S))
             for key in self._residents.keys() - kept_keys:

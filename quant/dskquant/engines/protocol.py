@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,9 +103,33 @@ class Graph(Protocol):
         """
         ...
 
+    def release_source(self) -> None:
+        """Lets go of the mapped pages of its source files; for a graph that has run, and packed its weights, once."""
+        ...
+
     def close(self) -> None:
         """Gives its memory back; the graph cannot run again."""
         ...
+
+
+GRAPH_GROUPS = (
+    frozenset({PrecisionMode.INT4, PrecisionMode.INT8}),
+    frozenset({PrecisionMode.FP16}),
+    frozenset({PrecisionMode.FP32}),
+)
+"""Modes that share one compiled graph while the weights are shared."""
+
+
+def graph_key(mode: PrecisionMode) -> frozenset[PrecisionMode]:
+    """The modes served by the graph that serves `mode`, while the weights are shared."""
+    return next(group for group in GRAPH_GROUPS if mode in group)
+
+
+class WeightLayout(enum.Enum):
+    """How the weights of INT4 and INT8 lie in memory."""
+
+    SHARED = "shared"  # one copy, base + residual, in one graph; an INT8 token costs two passes of 4 bits
+    SEPARATE = "separate"  # a 4-bit and an 8-bit copy, each in a graph of its own; half as much memory again
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +138,12 @@ class CompileOptions:
 
     threads: int = 0  # 0: all cores
     kv_precision: str = "u8"  # u8, f16, f32 or bf16
-    activation_group: int = (
-        128  # dynamic INT8 activations per this many inputs (INT4 and INT8 modes); 0: float activations
-    )
+    activation_group: int = 128  # INT4, INT8: dynamic INT8 activations per this many inputs; 0: float activations
+    weights: WeightLayout = WeightLayout.SHARED
+
+    def graph_key(self, mode: PrecisionMode) -> frozenset[PrecisionMode]:
+        """The modes served by the graph that serves `mode`."""
+        return graph_key(mode) if self.weights is WeightLayout.SHARED else frozenset({mode})
 
 
 class Engine(Protocol):
@@ -129,7 +157,7 @@ class Engine(Protocol):
         ...
 
     def compile(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> Graph:
-        """Builds the graph that serves `modes`, which must be modes of one graph (see `graph_key`).
+        """Builds the graph that serves `modes`, which must be modes of one graph (see `CompileOptions.graph_key`).
 
         Raises `dskquant.errors.StoreError` when files of the store are missing or damaged.
         """
@@ -138,16 +166,3 @@ class Engine(Protocol):
     def estimate_bytes(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> int:
         """Peak memory that `compile` and the first run will take, in bytes, from the store's manifest alone."""
         ...
-
-
-GRAPH_GROUPS = (
-    frozenset({PrecisionMode.INT4, PrecisionMode.INT8}),
-    frozenset({PrecisionMode.FP16}),
-    frozenset({PrecisionMode.FP32}),
-)
-"""Modes that share one compiled graph."""
-
-
-def graph_key(mode: PrecisionMode) -> frozenset[PrecisionMode]:
-    """The modes served by the graph that serves `mode`."""
-    return next(group for group in GRAPH_GROUPS if mode in group)

@@ -14,7 +14,7 @@ from dskquant.engines.openvino.graph import BLOCK_SIZE, OpenVINOGraph
 from dskquant.engines.openvino.ir import find_weights, read_ir
 from dskquant.engines.openvino.paged import keep_wanted_logits, to_paged
 from dskquant.engines.openvino.plane_rewrite import use_planes
-from dskquant.engines.protocol import CompileOptions, WeightSource, graph_key
+from dskquant.engines.protocol import CompileOptions, WeightSource
 from dskquant.errors import StoreError
 from dskquant.modes import QUANTIZED, PrecisionMode
 from dskquant.store import DEFAULT_PARAMETER_SET, StoreManifest
@@ -34,23 +34,24 @@ class OpenVINOEngine:
 
     def compile(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> OpenVINOGraph:
         modes = frozenset(modes)
-        if not modes or modes - graph_key(next(iter(modes))):
+        if not modes or modes - options.graph_key(next(iter(modes))):
             raise ValueError(f"no single graph serves {sorted(mode.value for mode in modes)}")
         manifest = StoreManifest.read(store)
         model = read_ir(store)
         to_paged(model, manifest.num_layers)
         keep_wanted_logits(model)
-        keep_alive: list[Any] = []
-        if modes <= QUANTIZED:
-            keep_alive = use_planes(model, parameter_set.read(store / DEFAULT_PARAMETER_SET))
+        served = options.graph_key(next(iter(modes)))
+        source = None
+        if served <= QUANTIZED:
+            source = use_planes(model, parameter_set.read(store / DEFAULT_PARAMETER_SET), served)
         try:
             compiled = ov.Core().compile_model(model, "CPU", _properties(modes, options))
         except RuntimeError as error:
             raise StoreError(f"{store}: the engine cannot compile the model: {error}") from error
-        return OpenVINOGraph(compiled, graph_key(next(iter(modes))), _weight_bytes(manifest, modes), keep_alive)
+        return OpenVINOGraph(compiled, served, _weight_bytes(manifest, served), source)
 
     def estimate_bytes(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> int:
-        return _weight_bytes(StoreManifest.read(store), modes) + WORKSPACE_BYTES
+        return _weight_bytes(StoreManifest.read(store), frozenset(modes)) + WORKSPACE_BYTES
 
 
 def _properties(modes: frozenset[PrecisionMode], options: CompileOptions) -> dict[str, Any]:
@@ -71,8 +72,8 @@ def _half_type() -> str:
     return next((name.lower() for name in ("BF16", "FP16") if name in capabilities), "f32").replace("fp16", "f16")
 
 
-def _weight_bytes(manifest: StoreManifest, modes: Collection[PrecisionMode]) -> int:
-    """Memory of the packed weights. Planes: 2 x 4 bit, and a scale and a zero-point for every group; the rest 8 bit."""
-    if frozenset(modes) <= QUANTIZED:
-        return int(manifest.parameters * 1.1)
+def _weight_bytes(manifest: StoreManifest, modes: frozenset[PrecisionMode]) -> int:
+    """Memory of the packed weights; scales and zero-points of groups add about a tenth to each quantized plane."""
+    if modes <= QUANTIZED:
+        return int(manifest.parameters * (0.55 if modes == {PrecisionMode.INT4} else 1.1))
     return manifest.parameters * (2 if PrecisionMode.FP16 in modes else 4)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import openvino as ov
 
 from dskquant.engines.openvino.paged import LOGIT_ROWS
-from dskquant.engines.openvino.plane_rewrite import RESIDUAL_ROWS
+from dskquant.engines.openvino.plane_rewrite import RESIDUAL_ROWS, Source
 from dskquant.engines.protocol import KVCache, Logits, StepBatch
 from dskquant.modes import PrecisionMode
 
@@ -34,11 +32,11 @@ class OpenVINOGraph:
     """One compiled model and the request that runs it."""
 
     def __init__(
-        self, compiled: ov.CompiledModel, modes: frozenset[PrecisionMode], resident_bytes: int, keep_alive: list[Any]
+        self, compiled: ov.CompiledModel, modes: frozenset[PrecisionMode], resident_bytes: int, source: Source | None
     ) -> None:
         self.modes = modes
         self.resident_bytes = resident_bytes
-        self._keep_alive = keep_alive
+        self._source = source
         self._request = compiled.create_infer_request()
         self._has_residual = any(RESIDUAL_ROWS in port.names for port in compiled.inputs)
         self._cache_layout = _cache_layout(compiled)
@@ -76,9 +74,13 @@ class OpenVINOGraph:
         logits: Logits = self._request.get_output_tensor(0).data.reshape(len(batch.logit_rows), -1)
         return logits
 
+    def release_source(self) -> None:
+        if self._source is not None:
+            self._source.release_pages()
+
     def close(self) -> None:
         del self._request
-        self._keep_alive.clear()
+        self._source = None
 
 
 def _cache_layout(compiled: ov.CompiledModel) -> dict[str, tuple[ov.Type, list[int]]]:

@@ -1,21 +1,24 @@
 """Puts the planes of a parameter set in the place of the weights of a paged model.
 
-Each linear becomes FC(x, base) + FC(x[rows], residual) scattered back onto its rows: `rows`, an input of the graph,
-names the tokens of the step that are served in INT8. So the precision is chosen per token, and one graph serves both.
-Engines fuse the decompression (code - zero-point) * scale into the matrix product.
+With shared weights each linear becomes FC(x, base) + FC(x[rows], residual) scattered back onto its rows: `rows`, an
+input of the graph, names the tokens of the step that are served in INT8. So the precision is chosen per token, and one
+graph serves both modes. With separate weights a graph has the base plane alone, or the 8-bit plane alone. Engines fuse the
+decompression (code - zero-point) * scale into the matrix product.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import openvino as ov
 from openvino import opset15 as ops
 
-from dskquant.engines.openvino.ir import Weight, find_weights
+from dskquant.engines.openvino.ir import find_weights
 from dskquant.engines.openvino.paged import add_row_input, gather_rows
 from dskquant.errors import StoreError
+from dskquant.modes import PrecisionMode
 from dskquant.parameter_set import MappedMatrix, MatrixReader, ParameterSet
 from dskquant.planes import pack_u4
 from dskquant.scheme import Role, TensorScheme
@@ -26,53 +29,83 @@ KeepAlive = list[Any]
 """Arrays whose memory the constants of a model share: they must outlive it, or its weights turn to garbage."""
 
 
-def use_planes(model: ov.Model, parameters: ParameterSet) -> KeepAlive:
-    """Rewrites a paged model in place to compute with `parameters`; returns what must outlive the model.
+def use_planes(model: ov.Model, parameters: ParameterSet, modes: frozenset[PrecisionMode]) -> Source:
+    """Rewrites a paged model in place to compute with `parameters` in `modes`; returns what must outlive the model.
 
     Raises StoreError when the set does not cover the weights of the model or has other shapes.
     """
-    rewrite = _PlaneRewrite(model, parameters)
+    source = Source(parameters.matrices())
+    rewrite = _rewrite_for(model, source, modes)
     for weight in find_weights(model):
-        rewrite.replace(weight)
-    return rewrite.keep_alive
-
-
-class _PlaneRewrite:
-    def __init__(self, model: ov.Model, parameters: ParameterSet) -> None:
-        self.keep_alive: KeepAlive = []
-        self._schemes = parameters.tensors
-        self._matrices: MatrixReader = parameters.matrices()
-        self._rows = add_row_input(model, RESIDUAL_ROWS)
-        self._scatter_rows = ops.unsqueeze(self._rows, ops.constant(np.int32(1)))
-        self._selected: dict[tuple[str, int], ov.Node] = {}
-
-    def replace(self, weight: Weight) -> None:
-        scheme = self._schemes.get(weight.name)
+        scheme = parameters.tensors.get(weight.name)
         if scheme is None or scheme.shape != weight.shape:
             found = "no such tensor" if scheme is None else f"shape {list(scheme.shape)}"
             raise StoreError(f"the parameter set does not fit {weight.name} {list(weight.shape)}: {found}")
         if weight.role is Role.LINEAR:
-            self._replace_linear(weight, scheme)
+            for matmul in weight.matmuls:
+                product = rewrite(matmul.input_value(0), weight.name, scheme)
+                product.set_friendly_name(matmul.get_friendly_name())
+                matmul.output(0).replace(product.output(0))
         else:
-            matrix = self._matrices.eight_bit(weight.name)
-            eight_bit = dequantized(matrix, scheme.shape, ov.Type.u8, self.keep_alive)
-            weight.source.replace(eight_bit.output(0))
+            weight.source.replace(source.eight_bit(weight.name, scheme).output(0))
+    return source
 
-    def _replace_linear(self, weight: Weight, scheme: TensorScheme) -> None:
-        base, residual = (
-            dequantized(self._matrices.plane(weight.name, plane), scheme.shape, ov.Type.u4, self.keep_alive)
-            for plane in ("base", "residual")
-        )
-        for matmul in weight.matmuls:
-            tokens = matmul.input_value(0)
-            coarse = _linear(tokens, base)
-            if scheme.always_residual:
-                exact = ops.add(coarse, _linear(tokens, residual))
-            else:
-                correction = _linear(self._select(tokens).output(0), residual)
-                exact = ops.scatter_nd_update(coarse, self._scatter_rows, correction, reduction="sum")
-            exact.set_friendly_name(matmul.get_friendly_name())
-            matmul.output(0).replace(exact.output(0))
+
+class Source:
+    """The mapped parameter set whose memory the constants of a model share: it must outlive the model."""
+
+    def __init__(self, matrices: MatrixReader) -> None:
+        self._matrices = matrices
+        self._keep_alive: KeepAlive = []
+
+    def plane(self, name: str, plane: str, scheme: TensorScheme) -> ov.Node:
+        """A plane of a linear layer, dequantized in the graph."""
+        kind = ov.Type.u8 if plane == "int8" else ov.Type.u4
+        return dequantized(self._matrices.plane(name, plane, scheme), scheme.shape, kind, self._keep_alive)
+
+    def eight_bit(self, name: str, scheme: TensorScheme) -> ov.Node:
+        """An embedding or lm_head, dequantized in the graph."""
+        return dequantized(self._matrices.eight_bit(name, scheme), scheme.shape, ov.Type.u8, self._keep_alive)
+
+    def release_pages(self) -> None:
+        """Lets go of the pages of its files; they are read again when they are touched."""
+        self._matrices.release_pages()
+
+
+LinearRewrite = Callable[[ov.Output, str, TensorScheme], ov.Node]
+"""Makes the product of tokens with the weight of that name and scheme."""
+
+
+def _rewrite_for(model: ov.Model, source: Source, modes: frozenset[PrecisionMode]) -> LinearRewrite:
+    if modes == {PrecisionMode.INT4, PrecisionMode.INT8}:
+        return _SharedPlanes(source, add_row_input(model, RESIDUAL_ROWS)).product
+    if modes == {PrecisionMode.INT8}:
+        return lambda tokens, name, scheme: _linear(tokens, source.plane(name, "int8", scheme))
+    return lambda tokens, name, scheme: _base_product(tokens, name, scheme, source)
+
+
+def _base_product(tokens: ov.Output, name: str, scheme: TensorScheme, source: Source) -> ov.Node:
+    product = _linear(tokens, source.plane(name, "base", scheme))
+    if scheme.always_residual:
+        product = ops.add(product, _linear(tokens, source.plane(name, "residual", scheme)))
+    return product
+
+
+class _SharedPlanes:
+    """Linears whose tokens choose between base and base + residual."""
+
+    def __init__(self, source: Source, rows: ov.Node) -> None:
+        self._source = source
+        self._rows = rows
+        self._scatter_rows = ops.unsqueeze(rows, ops.constant(np.int32(1)))
+        self._selected: dict[tuple[str, int], ov.Node] = {}
+
+    def product(self, tokens: ov.Output, name: str, scheme: TensorScheme) -> ov.Node:
+        base = _base_product(tokens, name, scheme, self._source)
+        if scheme.always_residual:
+            return base
+        correction = _linear(self._select(tokens).output(0), self._source.plane(name, "residual", scheme))
+        return ops.scatter_nd_update(base, self._scatter_rows, correction, reduction="sum")
 
     def _select(self, tokens: ov.Output) -> ov.Node:
         """The INT8 rows of `tokens`, gathered once for all layers that read the same tensor (q, k and v; gate, up)."""

@@ -1,0 +1,37 @@
+"""What tests of several files share: the real model, converted once for as long as nothing that converts it changes."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+from golden_models import SMOLLM2
+
+from dskquant.convert import ConvertOptions, convert
+
+ROOT = Path(__file__).parent.parent
+CONVERTER = ROOT / "quant" / "dskquant"
+STORES = ROOT / ".cache" / "stores"
+
+
+@pytest.fixture(scope="session")
+def smollm2_store() -> Path:
+    """The model store of SmolLM2-135M-Instruct. Tests must not write into it."""
+    if not SMOLLM2.exists():
+        pytest.fail(f"{SMOLLM2} is missing; `make test` brings it")
+    store = STORES / f"smollm2-{_conversion_key()}"
+    if not store.exists():
+        shutil.rmtree(STORES, ignore_errors=True)  # made by other code than today's
+        convert(SMOLLM2, store, ConvertOptions(), lambda stage, done, total: None)
+    return store
+
+
+def _conversion_key() -> str:
+    """Digest of what the store is made from: the size of the model file, and the code that converts it."""
+    digest = hashlib.sha256(str(SMOLLM2.stat().st_size).encode())
+    for path in sorted(CONVERTER.rglob("*.py")):
+        digest.update(path.relative_to(CONVERTER).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
