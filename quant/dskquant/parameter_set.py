@@ -113,8 +113,9 @@ class MatrixReader:
 
     def plane(self, tensor: str, plane: str, scheme: TensorScheme) -> MappedMatrix:
         """The `plane` ("base", "residual" or "int8") of a linear layer. Raises StoreError when the set lacks it."""
-        bits = 8 if plane == "int8" else 4
-        return self._matrix(f"{tensor}.{plane}", scheme, bits)
+        if plane == "int8" and not scheme.int8_plane:
+            raise StoreError(f"the parameter set has no 8-bit plane of {tensor}: convert the model with --int8-plane")
+        return self._matrix(f"{tensor}.{plane}", scheme, 8 if plane == "int8" else 4)
 
     def eight_bit(self, tensor: str, scheme: TensorScheme) -> MappedMatrix:
         """An embedding or lm_head. Raises StoreError when the set lacks it."""

@@ -71,8 +71,8 @@ class OpenVINOGraph:
             self._request.set_tensor(name, ov.Tensor(array, shared_memory=True))
         self._request.start_async()
         self._request.wait()
-        logits: Logits = self._request.get_output_tensor(0).data.reshape(len(batch.logit_rows), -1)
-        return logits
+        logits: Logits = self._request.get_output_tensor(0).data  # [S, 1, vocabulary]
+        return logits.reshape(len(batch.logit_rows), logits.shape[-1])
 
     def release_source(self) -> None:
         if self._source is not None:

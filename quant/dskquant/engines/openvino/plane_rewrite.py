@@ -2,7 +2,7 @@
 
 With shared weights each linear becomes FC(x, base) + FC(x[rows], residual) scattered back onto its rows: `rows`, an
 input of the graph, names the tokens of the step that are served in INT8. So the precision is chosen per token, and one
-graph serves both modes. With separate weights a graph has the base plane alone, or the 8-bit plane alone. Engines fuse the
+graph serves both modes. With separate weights a graph has the base plane or the 8-bit plane alone. Engines fuse the
 decompression (code - zero-point) * scale into the matrix product.
 """
 
