@@ -1,20 +1,27 @@
-"""A daemon as its users run it: a process of its own, reached over a unix socket."""
+"""A daemon as its users run it, a process of its own reached over a unix socket, and a client of it."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from dskapi.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from dskapi.v1.common_pb2 import IN_FLIGHT_MIGRATE
 
 MODEL = "smollm2"
 START_LIMIT_S = 120.0
@@ -119,4 +126,105 @@ def _json_line(line: str) -> dict[str, Any]:
         return {"event": line}
 
 
-DaemonFactory = Callable[..., DaemonProcess]
+@dataclass
+class Answer:
+    """One stream, as far as it was read."""
+
+    text: str = ""
+    tokens: list[inference_pb2.GeneratedToken] = field(default_factory=list)
+    arrived: list[float] = field(default_factory=list)  # of each token, seconds of `time.monotonic`
+    last: inference_pb2.GenerateResponse = field(default_factory=inference_pb2.GenerateResponse)
+
+    def add(self, response: inference_pb2.GenerateResponse) -> None:
+        self.text += response.text
+        self.tokens += response.tokens
+        self.arrived += [time.monotonic()] * len(response.tokens)
+        self.last = response
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+    @property
+    def modes(self) -> list[int]:
+        """The modes that made the tokens."""
+        return [token.precision for token in self.tokens]
+
+
+@dataclass(frozen=True)
+class Client:
+    """The services of a daemon. The stubs of grpc know the synchronous channel alone; hence Any."""
+
+    channel: grpc.aio.Channel
+
+    @property
+    def inference(self) -> Any:
+        return inference_pb2_grpc.InferenceStub(self.channel)
+
+    @property
+    def control(self) -> Any:
+        return control_pb2_grpc.ControlStub(self.channel)
+
+    @property
+    def health(self) -> Any:
+        return health_pb2_grpc.HealthStub(self.channel)
+
+    async def answer(self, prompt: str = "Once upon a time", new: int = 8, **options: Any) -> Answer:
+        """The whole answer to a prompt, `new` tokens long whatever the model makes of it."""
+        answer = Answer()
+        async for response in self.stream(prompt, new, **options):
+            answer.add(response)
+        return answer
+
+    def stream(self, prompt: str = "Once upon a time", new: int = 8, **options: Any) -> Any:
+        """The open call of a prompt."""
+        request = inference_pb2.GenerateRequest(prompt=prompt, max_new_tokens=new, ignore_eos=True, **options)
+        return self.inference.Generate(request)
+
+    async def switch(
+        self, mode: int, in_flight: int = IN_FLIGHT_MIGRATE, wait: bool = True
+    ) -> control_pb2.SwitchPrecisionResponse:
+        request = control_pb2.SwitchPrecisionRequest(mode=mode, in_flight=in_flight, wait=wait)
+        response: control_pb2.SwitchPrecisionResponse = await self.control.SwitchPrecision(request)
+        return response
+
+    async def status(self) -> control_pb2.GetStatusResponse:
+        response: control_pb2.GetStatusResponse = await self.control.GetStatus(control_pb2.GetStatusRequest())
+        return response
+
+    async def model(self) -> control_pb2.ModelStatus:
+        """The state of the only model."""
+        (model,) = (await self.status()).models
+        return model
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[AsyncIterator[control_pb2.Event]]:
+        """All events from now on."""
+        call = self.control.WatchEvents(control_pb2.WatchEventsRequest())
+        await call.initial_metadata()
+        try:
+            yield call
+        finally:
+            call.cancel()
+
+
+@asynccontextmanager
+async def connected(daemon: DaemonProcess) -> AsyncIterator[Client]:
+    """A client with a connection of its own."""
+    options = (("grpc.max_send_message_length", -1),)
+    async with grpc.aio.insecure_channel(daemon.target, options=options) as channel:
+        yield Client(channel)
+
+
+def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Runs a test that is a coroutine function in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(_awaited(test(*args, **kwargs)))
+
+    return run
+
+
+async def _awaited(test: Awaitable[None]) -> None:
+    await test

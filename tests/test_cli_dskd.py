@@ -86,7 +86,7 @@ def test_a_socket_on_the_command_line_starts_where_the_command_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = cli._parser().parse_args(["serve", "--listen", "unix:d.sock", "--listen", "127.0.0.1:1"])
+    options = cli.build_parser().parse_args(["serve", "--listen", "unix:d.sock", "--listen", "127.0.0.1:1"])
     assert cli._overrides(options) == {"server": {"listen": [f"unix:{tmp_path}/d.sock", "127.0.0.1:1"]}}
 
 

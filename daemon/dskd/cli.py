@@ -13,7 +13,7 @@ from typing import Any
 from dskd.address import FORMS
 from dskd.config import SYSTEM_CONFIG, load_config
 from dskd.typed_toml import ConfigError
-from dskd.version import VERSION
+from dskquant.version import VERSION
 
 OK, FAILED, USAGE = 0, 1, 2
 """Exit codes; USAGE is that of argparse too."""
@@ -31,7 +31,7 @@ Without --config, {SYSTEM_CONFIG} is read if it exists.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0 done, 1 failed, 2 wrong usage or configuration."""
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     config_path = options.config or (SYSTEM_CONFIG if SYSTEM_CONFIG.exists() else None)
     try:
         return _doctor(config_path, options.json) if options.verb == "doctor" else _serve(config_path, options)
@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="dskd",
         description="Serves language models on CPUs and switches their precision while answers are generated.",

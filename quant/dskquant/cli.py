@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from dskquant.commands import compare, convert
+from dskquant.commands import compare, convert, inspect
 from dskquant.errors import QuantError
+from dskquant.version import VERSION
 
-VERBS = (convert, compare)
+VERBS = (convert, compare, inspect)
 DONE, REFUSED, INTERRUPTED = 0, 1, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb. Returns 0 when done, 1 when refused (one line on stderr); argparse exits with 2 on wrong usage."""
-    parser = argparse.ArgumentParser(prog="dskquant", description="Convert, quantize and compare models, offline.")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in VERBS:
-        verb.add_parser(verbs)
-    options = parser.parse_args(arguments)
+    """Runs one verb. Returns 0 when done, 1 when refused (one line on stderr), 130 when interrupted by Ctrl-C or
+    SIGTERM; argparse exits with 2 on wrong usage.
+    """
+    options = build_parser().parse_args(arguments)
     try:
-        options.run(options)
+        with _sigterm_as_ctrl_c():
+            options.run(options)
     except (QuantError, OSError) as error:
         print(f"dskquant {options.verb}: {error}", file=sys.stderr)
         return REFUSED
@@ -29,6 +31,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"dskquant {options.verb}: interrupted; nothing was left behind", file=sys.stderr)
         return INTERRUPTED
     return DONE
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(prog="dskquant", description="Convert, quantize and compare models, offline.")
+    parser.add_argument("--version", action="version", version=f"dskquant {VERSION}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb in VERBS:
+        verb.add_parser(verbs)
+    return parser
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM unwinds the work as Ctrl-C does, so that what is half written is removed."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ file and mapped from there. So no more than one piece is ever in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 
 from dskquant.errors import SourceError
 from dskquant.floats import NUMPY_FLOATS, all_finite, from_float32, to_float32
+from dskquant.parameter_set import Progress
 from dskquant.sources.protocol import SourceTensor, TensorSource
 
 ALIGNMENT = 64  # bytes, of each tensor in the scratch file
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is done, how many of its parts are done, and how many there are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,9 @@ def make_store(tokenizer_of: Path, store: Path) -> None:
     (source / "config.json").write_text(json.dumps(LLAMA_1_5B))
     shutil.copy(tokenizer_of / TOKENIZER, source / TOKENIZER)
     _write_shards(source)
-    options = ConvertOptions(model_id="llama-1.5b-random", scheme=Scheme(group_size=GROUP_SIZE), replace=True)
+    options = ConvertOptions(
+        model_id="llama-1.5b-random", scheme=Scheme(group_size=GROUP_SIZE, int8_plane=True), replace=True
+    )
     convert(source, store, options, lambda *_: None)
     shutil.rmtree(source)
 

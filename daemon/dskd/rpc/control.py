@@ -19,7 +19,7 @@ from dskd.rpc.convert import MODES, chosen_in_flight, chosen_mode, timestamp
 from dskd.rpc.interceptor import Context
 from dskd.rpc.report import event_message, history_entry, model_status, model_summary, switch_response
 from dskd.states import ModelState
-from dskd.version import VERSION
+from dskquant.version import VERSION
 
 DEFAULT_HISTORY = 100
 DAEMON_STOPPED = "daemon.stopped"

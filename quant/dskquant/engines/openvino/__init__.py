@@ -45,7 +45,7 @@ class OpenVINOEngine:
         if served <= QUANTIZED:
             source = use_planes(model, parameter_set.read(store / DEFAULT_PARAMETER_SET), served)
         try:
-            compiled = ov.Core().compile_model(model, "CPU", _properties(modes, options))
+            compiled = ov.Core().compile_model(model, "CPU", compile_properties(modes, options))
         except RuntimeError as error:
             raise StoreError(f"{store}: the engine cannot compile the model: {error}") from error
         return OpenVINOGraph(compiled, served, _weight_bytes(manifest, served), source)
@@ -54,7 +54,8 @@ class OpenVINOEngine:
         return _weight_bytes(StoreManifest.read(store), frozenset(modes)) + WORKSPACE_BYTES
 
 
-def _properties(modes: frozenset[PrecisionMode], options: CompileOptions) -> dict[str, Any]:
+def compile_properties(modes: frozenset[PrecisionMode], options: CompileOptions) -> dict[str, Any]:
+    """Properties of the CPU plugin for a graph of `modes`."""
     quantized = modes <= QUANTIZED
     return {
         "PERFORMANCE_HINT": "LATENCY",

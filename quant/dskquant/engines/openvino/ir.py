@@ -16,6 +16,7 @@ from dskquant.scheme import Role
 from dskquant.store import IR_XML
 
 LOGITS = "logits"
+RUNTIME_OPTIONS = "runtime_options"
 ROWS_AT_ONCE = 1 << 22
 """Weights converted to float32 in one piece: bounds the memory of work on a large matrix."""
 
@@ -45,14 +46,28 @@ class Weight:
 
 
 def read_ir(store: Path) -> ov.Model:
-    """The stateful model of `store`, its weights mapped. Raises StoreError when it cannot be read."""
+    """The stateful model of `store`, its weights mapped, without the compile options that its writer left in it.
+
+    Raises StoreError when it cannot be read.
+    """
     path = store / IR_XML
     if not path.is_file():
         raise StoreError(f"{path}: missing; convert the model again")
     try:
-        return ov.Core().read_model(path)
+        model = ov.Core().read_model(path)
     except RuntimeError as error:
         raise StoreError(f"{path}: not a readable OpenVINO IR: {str(error).splitlines()[0]}") from error
+    _forget_runtime_options(model)
+    return model
+
+
+def _forget_runtime_options(model: ov.Model) -> None:
+    """optimum-intel leaves KV_CACHE_PRECISION and ACTIVATIONS_SCALE_FACTOR in the IR, and `compile_model` takes them for
+    every property it is not given: what a graph is compiled with must follow from `CompileOptions` alone. The stored
+    file keeps them, for it is the export byte for byte, and other programs may want them.
+    """
+    if model.has_rt_info(RUNTIME_OPTIONS):
+        del model.get_rt_info()[RUNTIME_OPTIONS]
 
 
 def find_weights(model: ov.Model) -> list[Weight]:
@@ -90,8 +105,13 @@ def _feeds_logits(matmul: ov.Node) -> bool:
 
 
 def _weight_name(constant: ov.Node) -> str:
-    # optimum-intel exports name them after the attribute path of the torch module, which starts with "self."
-    return str(constant.get_friendly_name()).removeprefix("self.").removesuffix("_compressed")
+    """The name as Hugging Face spells it: model.layers.0.self_attn.q_proj.weight.
+
+    optimum-intel names constants after the attribute path of the torch module, which starts with "self."; what it keeps
+    in 16 bit while it traces ends in "._openvino_orig_weight", and what it rounds to 16 bit afterwards in "_compressed".
+    """
+    name = str(constant.get_friendly_name()).removeprefix("self.").removesuffix("_compressed")
+    return name.replace("._openvino_orig_", ".")
 
 
 def _raw_values(constant: ov.Node) -> Any:

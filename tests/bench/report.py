@@ -1,0 +1,53 @@
+"""What a benchmark section returns, and docs/measurements.md made of it."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+DESTINATION = Path(__file__).parents[2] / "docs" / "measurements.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table and what has to be said about it."""
+
+    title: str
+    text: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        lines = [f"## {self.title}", "", self.text, "", _row(self.headings), _row(["---"] * len(self.headings))]
+        return "\n".join([*lines, *map(_row, self.rows), ""])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def machine() -> str:
+    """One line about where and when."""
+    cpu = next(
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    )
+    cores = Path("/proc/cpuinfo").read_text().count("processor\t")
+    engines = ", ".join(f"{name} {version(name)}" for name in ("openvino", "openvino-genai"))
+    return f"{datetime.date.today().isoformat()}, {cpu}, {cores} cores, Python {platform.python_version()}, {engines}"
+
+
+def write(sections: Sequence[Section]) -> None:
+    """Replaces docs/measurements.md."""
+    head = (
+        "# Measurements\n\n"
+        f"Made by `make bench` on {machine()}.\n"
+        "Shared, noisy machine: trust the ratios, which compare interleaved runs (medians), not the absolute times.\n"
+    )
+    DESTINATION.parent.mkdir(exist_ok=True)
+    DESTINATION.write_text("\n".join([head, *(section.markdown() for section in sections)]), encoding="utf-8")
