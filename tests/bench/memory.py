@@ -1,4 +1,4 @@
-"""Memory of the graphs of INT4 and INT8 together, against a plain INT8 graph. Each is measured in a process of its own."""
+"""Memory of the graphs of INT4 and INT8 together, against a plain INT8 graph; each in a process of its own."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def measure(store: Path, plain_int8: Path) -> Section:
         )
     return Section(
         "Memory",
-        "GiB of the process after a prefill of 64 tokens and a decode step in every mode, 1.5B random Llama. Mapped pages are "
-        "the source files, which the kernel can drop; our graphs let go of theirs once the weights are packed.",
+        "GiB of the process after a prefill of 64 tokens and a decode step in every mode, 1.5B "
+        "random Llama. Mapped pages "
+        "are those of the source files, which the kernel can drop; our graphs let go of theirs once they have run.",
         ["what", "anonymous", "mapped", "anonymous / plain", "resident / plain"],
         rows,
     )

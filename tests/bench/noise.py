@@ -22,12 +22,14 @@ def measure(store: Path) -> Section:
     rows = []
     for group, title in ((128, "dynamic 8-bit"), (0, "float")):
         options = CompileOptions(activation_group=group)
-        for quality in compare_modes(store, load_engine("openvino"), tokens, LADDER, options, progress=lambda *_: None):
+        qualities = compare_modes(store, load_engine("openvino"), tokens, LADDER, options, progress=lambda *_: None)
+        for quality in qualities:
             cells = [quality.mode.value, title, f"{quality.perplexity:.2f}", f"{quality.mean_kl:.5f}"]
             rows.append([*cells, f"{quality.p99_kl:.4f}", f"{quality.agreement:.1%}"])
     return Section(
         "Noise",
-        f"SmolLM2-135M-Instruct (Q4_1 source), group 64, {TOKENS} tokens of the Python language reference in windows of "
+        f"SmolLM2-135M-Instruct (Q4_1 source), group 64, {TOKENS} tokens of the Python language "
+        f"reference in windows of "
         "512, 8-bit KV cache, against FP32. Activations are those of INT4 and INT8.",
         ["mode", "activations", "perplexity", "mean KL", "p99 KL", "top-1 same"],
         rows,
