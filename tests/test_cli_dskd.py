@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,18 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
         main(arguments)
     assert caught.value.code == 2
     assert "usage: dskd" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["dskd", "dskquant"])
+def test_where_the_client_alone_is_installed_the_others_tell_what_to_install(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, f"{program}.cli", None)  # the import fails, as that of a missing package
+    assert importlib.import_module(f"{program}.__main__").main() == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"{program}: no module")
+    assert err.endswith("pip install 'dskd[daemon]'\n")
 
 
 def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,18 +17,21 @@ from golden_models import GOLDEN, PROMPT, golden_logits, weights_of
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from dskquant import parameter_set
+from dskquant import golden, parameter_set
 from dskquant.cli import main
 from dskquant.convert import ConvertOptions, convert
 from dskquant.engines.openvino.stateful import StatefulModel
-from dskquant.errors import QuantError, SourceError, StoreError
+from dskquant.engines.protocol import Engine
+from dskquant.errors import QuantError, SchemeError, SourceError, StoreError
 from dskquant.floats import from_float32, to_float32
 from dskquant.scheme import Scheme
 from dskquant.sources import open_source
 from dskquant.staging import stage_weights
-from dskquant.store import DEFAULT_PARAMETER_SET, StoreManifest, file_sha256
+from dskquant.store import DEFAULT_PARAMETER_SET, IR_XML, StoreManifest, file_sha256
+from dskquant.version import VERSION
 
 PER_CHANNEL = ConvertOptions(scheme=Scheme(group_size=0))
+REPLACING = ConvertOptions(scheme=Scheme(group_size=0), replace=True)
 Weights = dict[str, Any]
 
 
@@ -70,6 +75,7 @@ def test_a_store_holds_all_that_a_daemon_needs(tmp_path: Path) -> None:
     assert (manifest.bos_token_id, manifest.end_token_ids) == (1, (2,))
     assert manifest.source == {"kind": "huggingface", "name": "qwen2"}
     assert {path.name for path in store.iterdir()} == set(manifest.sha256) | {"manifest.json", "parameter_sets"}
+    assert {"golden.safetensors", "openvino_model.bin", "tokenizer.json"} < set(manifest.sha256)
     for name, digest in manifest.sha256.items():
         assert file_sha256(store / name) == digest
     assert parameter_set.read(store / DEFAULT_PARAMETER_SET).weights_sha256 == manifest.weights_sha256
@@ -154,6 +160,66 @@ def test_float_formats_round_to_nearest_even() -> None:
     assert from_float32(np.array([70000.0], np.float32), "f16").tolist() == [np.inf]
 
 
+def test_every_file_may_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        convert(GOLDEN / "llama", tmp_path / "store", PER_CHANNEL, silent)
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
+
+
+# --- the reference's answers to the golden prompts
+
+
+def test_the_reference_answers_the_golden_prompts(tmp_path: Path) -> None:
+    convert(GOLDEN / "llama", tmp_path / "store", PER_CHANNEL, silent)
+    kept = golden.read(tmp_path / "store")
+    model = StatefulModel(tmp_path / "store" / IR_XML)
+    plain = []
+    for prompt in kept.prompts:
+        model.reset()
+        plain.append(model.run(prompt)[-golden.SCORED :])
+    assert kept.reference is not None
+    assert np.abs(kept.reference - np.concatenate(plain)).max() <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("limit", "wanted", "why"), [(2 << 30, False, "as asked for"), (400_000, True, "0.0 GiB, more than")]
+)
+def test_without_the_answers_of_the_reference_a_note_tells_what_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, wanted: bool, why: str
+) -> None:
+    """The tiny model has 107,072 weights: 428,288 bytes in FP32."""
+    monkeypatch.setattr("dskquant.convert.GOLDEN_LIMIT", limit)
+    options = ConvertOptions(scheme=Scheme(group_size=0), golden=wanted)
+    conversion = convert(GOLDEN / "llama_tied_bias", tmp_path / "store", options, silent)
+    (note,) = conversion.notes
+    assert why in note
+    assert "the most exact one proven so far" in note
+    assert "golden.safetensors" not in conversion.manifest.sha256
+    assert golden.read(tmp_path / "store").reference is None
+
+
+@pytest.mark.parametrize(
+    "damaged", [{"other": np.zeros((96, 256), np.float32)}, {"logits": np.zeros((95, 256), np.float32)}]
+)
+def test_answers_that_do_not_fit_the_prompts_are_refused(tmp_path: Path, damaged: Weights) -> None:
+    convert(GOLDEN / "llama", tmp_path / "store", PER_CHANNEL, silent)
+    save_file(damaged, tmp_path / "store" / "golden.safetensors")
+    with pytest.raises(StoreError, match=r"golden\.safetensors: no logits of 96 positions"):
+        golden.read(tmp_path / "store")
+
+
+def test_a_reference_that_answers_nonsense_is_refused(tmp_path: Path, llama: Path) -> None:
+    """Finite weights whose products are not: 3e38 is nearly the largest float32."""
+    edit_weights(llama, lambda weights: weights.update({"model.norm.weight": np.full(64, 3e38, np.float32)}))
+    with pytest.raises(QuantError, match="golden prompts are not finite"):
+        convert(llama, tmp_path / "store", PER_CHANNEL, silent)
+    assert list(tmp_path.iterdir()) == [llama]
+
+
 # --- what is refused
 
 
@@ -201,6 +267,29 @@ def test_unusable_weights_are_refused_by_name(
 ) -> None:
     edit_weights(llama, damage)
     refuse(llama, tmp_path, message)
+
+
+def test_a_scheme_that_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path, llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    with pytest.raises(SchemeError) as refusal:
+        convert(llama, tmp_path / "store", ConvertOptions(scheme=Scheme(group_size=64)), silent)
+    assert str(refusal.value) == (
+        "model.layers.0.mlp.down_proj.weight: group size 64 does not divide rows of 96; "
+        "what divides all rows of this model: 32, 0 (0: per channel)"
+    )
+    assert list(tmp_path.iterdir()) == [llama]
+
+
+def test_rows_of_an_odd_length_are_refused(tmp_path: Path, llama: Path) -> None:
+    edit_config(llama, intermediate_size=95)
+    with pytest.raises(SchemeError, match=r"0\.mlp\.down_proj\.weight: rows of 95 weights: an odd number"):
+        convert(llama, tmp_path / "store", PER_CHANNEL, silent)
+
+
+def test_a_pattern_that_matches_no_layer_is_refused(tmp_path: Path) -> None:
+    options = ConvertOptions(scheme=Scheme(group_size=0, int8_layers=("*.v_proj.weight", "*.w2.weight")))
+    with pytest.raises(SchemeError, match=r"no linear layer matches '\*\.w2\.weight'"):
+        convert(GOLDEN / "llama", tmp_path / "store", options, silent)
 
 
 def test_values_that_do_not_fit_the_dtype_are_refused(tmp_path: Path, llama: Path) -> None:
@@ -265,6 +354,25 @@ def no_tokenizer(directory: Path) -> None:
     (directory / "tokenizer.json").unlink()
 
 
+def damaged_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").write_text('{"version": "1.0"}')
+
+
+def tokenizer_of_another_model(directory: Path) -> None:
+    """Its tokens begin where the 256 of the model end."""
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer["model"]["vocab"] = {token: 300 + id_ for token, id_ in tokenizer["model"]["vocab"].items()}
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
+def tokenizer_that_cannot_encode(directory: Path) -> None:
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer["model"] |= {"unk_token": "<unk>", "vocab": {"!": 0}}
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -275,6 +383,9 @@ def no_tokenizer(directory: Path) -> None:
         (index_that_lies, "tensor model.norm.bias, which model.safetensors.index.json places here, is missing"),
         (damaged_config, "config.json: cannot be read"),
         (no_tokenizer, "tokenizer.json: missing"),
+        (damaged_tokenizer, "its tokenizer cannot be used"),
+        (tokenizer_that_cannot_encode, "its tokenizer cannot be used: Unk token `<unk>` not found"),
+        (tokenizer_of_another_model, "its tokenizer gives token 5"),
     ],
 )
 def test_damaged_directories_are_refused(
@@ -324,7 +435,7 @@ def refuse(source: Path, root: Path, *messages: str, dtype: str | None = None) -
 # --- complete or not at all
 
 
-@pytest.mark.parametrize("stage", ["weights", "writing the model", "hashing", "quantized"])
+@pytest.mark.parametrize("stage", ["weights", "writing the model", "hashing", "quantized", "golden prompts"])
 def test_ctrl_c_at_any_stage_leaves_nothing(tmp_path: Path, stage: str) -> None:
     def interrupted(current: str, done: int, total: int) -> None:
         if current == stage:
@@ -335,6 +446,41 @@ def test_ctrl_c_at_any_stage_leaves_nothing(tmp_path: Path, stage: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_sigterm_leaves_nothing_and_takes_effect_as_before_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def create(store: Path, engine: Engine) -> None:
+        assert list(store.iterdir())
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("dskquant.golden.create", create)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["convert", str(GOLDEN / "llama"), "-o", str(tmp_path / "store"), "--group-size", "0"]) == 130
+    assert capsys.readouterr().err == "dskquant convert: interrupted; nothing was left behind\n"
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ctrl_c_while_an_old_store_is_replaced_leaves_it_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    convert(GOLDEN / "llama", store, PER_CHANNEL, silent)
+    before = snapshot(store)
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if ".partial-" in self.name:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(GOLDEN / "qwen2", store, REPLACING, silent)
+    assert snapshot(store) == before
+    assert list(tmp_path.iterdir()) == [store]
+
+
 def test_an_existing_store_is_only_replaced_by_force(tmp_path: Path) -> None:
     store = tmp_path / "store"
     convert(GOLDEN / "llama", store, PER_CHANNEL, silent)
@@ -342,7 +488,7 @@ def test_an_existing_store_is_only_replaced_by_force(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="--force"):
         convert(GOLDEN / "qwen2", store, PER_CHANNEL, silent)
     assert snapshot(store) == before
-    convert(GOLDEN / "qwen2", store, ConvertOptions(scheme=Scheme(group_size=0), replace=True), silent)
+    convert(GOLDEN / "qwen2", store, REPLACING, silent)
     assert StoreManifest.read(store).architecture == "qwen2"
     assert list(tmp_path.iterdir()) == [store]
 
@@ -353,7 +499,7 @@ def test_a_failed_replacement_leaves_the_old_store_untouched(tmp_path: Path, lla
     before = snapshot(store)
     edit_weights(llama, nan_weight)
     with pytest.raises(SourceError):
-        convert(llama, store, ConvertOptions(scheme=Scheme(group_size=0), replace=True), silent)
+        convert(llama, store, REPLACING, silent)
     assert snapshot(store) == before
     assert not list(tmp_path.glob(".store*"))
 
@@ -364,7 +510,7 @@ def test_what_a_killed_conversion_left_is_no_obstacle(tmp_path: Path) -> None:
         left.mkdir()
         (left / "manifest.json").write_text("{}")
     convert(GOLDEN / "llama", tmp_path / "store", PER_CHANNEL, silent)
-    convert(GOLDEN / "qwen2", tmp_path / "store", ConvertOptions(scheme=Scheme(group_size=0), replace=True), silent)
+    convert(GOLDEN / "qwen2", tmp_path / "store", REPLACING, silent)
     assert list(tmp_path.iterdir()) == [tmp_path / "store"]
 
 
@@ -388,7 +534,25 @@ def test_the_command_prints_the_manifest_as_json(tmp_path: Path, capsys: pytest.
     assert "sliding window" in err
     schemes = parameter_set.read(tmp_path / "s" / DEFAULT_PARAMETER_SET).tensors
     scheme = schemes["model.layers.0.mlp.down_proj.weight"]
-    assert (scheme.group_size, scheme.symmetric) == (32, True)
+    assert (scheme.group_size, scheme.symmetric, scheme.always_residual, scheme.int8_plane) == (32, True, False, False)
+
+
+def test_the_command_makes_mixed_precision_and_separate_planes(tmp_path: Path) -> None:
+    arguments = ["convert", str(GOLDEN / "llama"), "-o", str(tmp_path / "s"), "--group-size", "0", "--no-golden"]
+    assert main([*arguments, "--int8-layers", "*.v_proj.weight", "--int8-layers", "*.0.*", "--int8-plane"]) == 0
+    schemes = parameter_set.read(tmp_path / "s" / DEFAULT_PARAMETER_SET).tensors
+    always = {name for name, scheme in schemes.items() if scheme.always_residual}
+    assert {name for name in always if ".layers.1." in name} == {"model.layers.1.self_attn.v_proj.weight"}
+    assert len(always) == 8
+    assert schemes["model.layers.1.mlp.up_proj.weight"].int8_plane
+    assert not (tmp_path / "s" / "golden.safetensors").exists()
+
+
+def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"dskquant {VERSION}\n"
 
 
 def test_a_refusal_is_one_line_and_status_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,11 +20,13 @@ from dskquant.architecture import read_decoder
 from dskquant.convert import ConvertOptions, convert
 from dskquant.decoder import tensor_shapes
 from dskquant.errors import SourceError
+from dskquant.scheme import Scheme
 from dskquant.sources import open_source, protocol
 from dskquant.sources.gguf import half_rotated_order
 from dskquant.staging import stage_weights
 from dskquant.store import CONFIG
 
+PER_CHANNEL = ConvertOptions(scheme=Scheme(group_size=0), golden=False)
 Kind = gguf.GGMLQuantizationType
 Settings = Callable[[gguf.GGUFWriter], None]
 
@@ -170,7 +172,7 @@ def test_unusable_weights_are_refused_by_the_name_in_the_file(
     damage(weights)
     path = write_gguf(tmp_path / "a.gguf", "llama", weights)
     with pytest.raises(SourceError) as refusal:
-        convert(path, tmp_path / "store", ConvertOptions(), silent)
+        convert(path, tmp_path / "store", PER_CHANNEL, silent)
     assert message in str(refusal.value)
     assert list(tmp_path.iterdir()) == [path]
 
@@ -179,7 +181,7 @@ def test_a_type_of_whole_numbers_is_refused(tmp_path: Path) -> None:
     numbers = np.zeros((256, 64), np.int32)
     path = write_gguf(tmp_path / "a.gguf", "llama", weights_of("llama") | {"lm_head.weight": numbers})
     with pytest.raises(SourceError, match=r"tensor output\.weight: type I32 cannot be dequantized"):
-        convert(path, tmp_path / "store", ConvertOptions(), silent)
+        convert(path, tmp_path / "store", PER_CHANNEL, silent)
 
 
 @pytest.mark.parametrize("keep", [0, 3, 4, 20, 100, 5000, -1])

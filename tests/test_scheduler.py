@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dskd.config import SchedulerConfig
 from dskd.engine.block_pool import BlockPool
 from dskd.engine.request import GenerationRequest
-from dskd.config import SchedulerConfig
 from dskd.engine.scheduler import RETRY_AFTER_S, Scheduler
 from dskd.engine.sequence import Chunk, Sequence
 from dskd.errors import InternalError, ResourceExhaustedError

@@ -15,12 +15,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from structlog.testing import capture_logs
 from tests.fake_host import FakeHost, Service, asynchronous, output, outputs, serving, tiny_codec
 
 from dskapi.v1 import control_pb2, control_pb2_grpc, inference_pb2
 from dskd.address import Address
 from dskd.config import Config, ServerConfig, TlsConfig
 from dskd.engine.request import FinishReason
+from dskd.errors import ResourceExhaustedError
 from dskd.listen import StartupError
 from dskd.server import CLEAN, FORCED, Daemon
 from dskd.text.tokenizer import TextCodec
@@ -125,6 +127,23 @@ async def test_a_failed_load_leaves_the_others_serving(tmp_path: Path, host: Fak
         await until_health(service, "m", SERVING)
         assert await health_of(service, "broken") == NOT_SERVING
         assert [r async for r in service.inference.Generate(PROMPT)]
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [(StoreError("damaged"), True), (ResourceExhaustedError("memory", "too little"), True), (KeyError("x"), False)],
+)
+@asynchronous
+async def test_the_log_has_a_traceback_of_an_unexpected_failure_alone(
+    tmp_path: Path, host: FakeHost, failure: Exception, expected: bool
+) -> None:
+    host.load_result = failure
+    with capture_logs() as lines:
+        async with serving(tmp_path, {"m": host}):
+            pass
+    (line,) = (line for line in lines if line["event"] == "model failed")
+    assert (line["model"], line["during"], line["reason"]) == ("m", "load", str(failure))
+    assert line["exc_info"] is (None if expected else failure)
 
 
 @asynchronous

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from structlog.testing import capture_logs
 
-from dskd.engine.request import FinishReason, GenerationRequest, InFlight, MadeToken, SamplingParams, StepOutput
 from dskd.config import SchedulerConfig
+from dskd.engine.request import FinishReason, GenerationRequest, InFlight, MadeToken, SamplingParams, StepOutput
 from dskd.engine.step_loop import StepLoop
 from dskd.errors import (
     FailedPreconditionError,

@@ -1,8 +1,13 @@
-"""Errors that reach a client. Each carries its gRPC status and the details a client can act on; `dskd.rpc.status` maps them."""
+"""Errors that reach a client. Each carries its gRPC status and the details a client can act on.
+
+`dskd.rpc.status` maps them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from dskquant.errors import QuantError
 
 
 class DskdError(Exception):
@@ -62,3 +67,7 @@ class UnavailableError(DskdError):
 
 class InternalError(DskdError):
     """Something that should not happen did; the log tells more."""
+
+
+EXPECTED_ERRORS = (DskdError, QuantError)
+"""Raised on purpose, with a message that is the whole story: a client gets it, and the log has no traceback of it."""

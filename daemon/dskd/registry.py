@@ -11,7 +11,13 @@ from typing import Any, TypeVar
 import structlog
 
 from dskd.config import ModelConfig
-from dskd.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError, UnknownModelError
+from dskd.errors import (
+    EXPECTED_ERRORS,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    UnavailableError,
+    UnknownModelError,
+)
 from dskd.host import HostFactory, ModelHost
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
@@ -171,8 +177,9 @@ class ModelRegistry:
         return aborted
 
     def _fail(self, entry: ModelEntry, kind: str, actor: str, error: Exception) -> None:
-        log.error("model failed", model=entry.name, during=kind, exc_info=error)
         reason = str(error) or repr(error)
+        unexpected = None if isinstance(error, EXPECTED_ERRORS) else error
+        log.error("model failed", model=entry.name, during=kind, reason=reason, exc_info=unexpected)
         self._history.append(HistoryEntry(entry.name, kind, actor, "rejected", reason))
         self._enter(entry, ModelState.FAILED, reason)
 

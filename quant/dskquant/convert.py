@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import shutil
+import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dskquant import golden, parameter_set
 from dskquant.architecture import DecoderConfig
-from dskquant.decoder import tensor_shapes
-from dskquant.errors import StoreError
+from dskquant.decoder import EMBEDDING, LM_HEAD, tensor_shapes
+from dskquant.engines import ENGINE_NAMES, load_engine
+from dskquant.errors import SchemeError, SourceError, StoreError
 from dskquant.fields import Fields
-from dskquant.scheme import Scheme
+from dskquant.parameter_set import Progress
+from dskquant.scheme import GROUP_SIZES, Role, Scheme, TensorScheme
 from dskquant.sources import OpenVINOIRSource, Source, TensorSource, open_source
-from dskquant.staging import Progress, StagedWeight, stage_weights
+from dskquant.staging import StagedWeight, stage_weights
 from dskquant.store import (
     CONFIG,
     DEFAULT_PARAMETER_SET,
     GENERATION_CONFIG,
+    GOLDEN,
     IR_XML,
     MANIFEST,
     StoreManifest,
@@ -30,6 +36,13 @@ from dskquant.store import (
 )
 
 SCRATCH = ".weights"
+GOLDEN_LIMIT = 2 << 30
+"""Bytes that the weights of an FP32 graph may take for the golden prompts to be answered during a conversion."""
+
+GOLDEN_SKIPPED = (
+    "the reference has not answered the golden prompts, {why}: "
+    "the daemon will prove each mode against the most exact one proven so far"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +52,7 @@ class ConvertOptions:
     dtype: str | None = None  # of the stored weights; None: that of the source, f32 for quantized GGUF types
     model_id: str | None = None  # None: the name of the source
     scheme: Scheme = field(default_factory=Scheme)  # of the default parameter set
+    golden: bool = True  # keep the reference's answers to the golden prompts, if its graph fits into GOLDEN_LIMIT
     replace: bool = False  # an existing store of that name
 
 
@@ -65,16 +79,85 @@ def convert(source: Path, store: Path, options: ConvertOptions, progress: Progre
     store = store.resolve()
     _check_destination(store, options.replace)
     opened = open_source(source)
+    check_scheme(options.scheme, opened.decoder)
     with _written_aside(store) as partial:
-        stored = _write_model(opened, partial, options.dtype, progress)
         opened.write_tokenizer(partial)
+        _check_tokenizer(opened, partial)
+        stored = _write_model(opened, partial, options.dtype, progress)
         _write_json(partial / CONFIG, opened.config)
         _write_json(partial / GENERATION_CONFIG, opened.generation_config)
         model_id = options.model_id or source.resolve().name.removesuffix(".gguf")
         manifest = _manifest(opened, stored, model_id, _digests(partial, progress))
-        manifest.write(partial)
-        _write_parameter_set(partial, options.scheme, progress)
-    return Conversion(manifest, _notes(opened.decoder))
+        manifest.write(partial)  # what follows reads the store through it
+        parameter_set.create(partial, options.scheme, partial / DEFAULT_PARAMETER_SET, progress)
+        skipped = _why_no_golden(options, stored)
+        if not skipped:
+            manifest = _with_golden(partial, manifest, progress)
+    return Conversion(manifest, (*_notes(opened.decoder), *skipped))
+
+
+def check_scheme(scheme: Scheme, decoder: DecoderConfig) -> None:
+    """Raises SchemeError, naming the tensor and what is allowed, where `scheme` does not fit the linear layers."""
+    layers = _linear_layers(scheme, decoder)
+    fitting = [size for size in GROUP_SIZES if all(_divides(size, layer.shape[1]) for layer in layers.values())]
+    for name, layer in layers.items():
+        columns = layer.shape[1]
+        if columns % 2:
+            raise SchemeError(f"{name}: rows of {columns} weights: an odd number cannot be packed two to a byte")
+        if not _divides(layer.group_size, columns):
+            raise SchemeError(
+                f"{name}: group size {layer.group_size} does not divide rows of {columns}; "
+                f"what divides all rows of this model: {', '.join(map(str, fitting))} (0: per channel)"
+            )
+    for pattern in scheme.int8_layers:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in layers):
+            raise SchemeError(f"no linear layer matches {pattern!r}; there are {', '.join(list(layers)[:7])} and so on")
+
+
+def _linear_layers(scheme: Scheme, decoder: DecoderConfig) -> dict[str, TensorScheme]:
+    matrices = {name: shape for name, shape in tensor_shapes(decoder).items() if len(shape) == 2}
+    return {
+        name: scheme.for_tensor(name, Role.LINEAR, (shape[0], shape[1]))
+        for name, shape in matrices.items()
+        if name not in (EMBEDDING, LM_HEAD)
+    }
+
+
+def _divides(group_size: int, columns: int) -> bool:
+    return columns % (group_size or columns) == 0
+
+
+def _check_tokenizer(source: Source, store: Path) -> None:
+    try:
+        prompts = golden.encode_prompts(store)
+    except Exception as error:  # the library raises no narrower type for what it cannot read or encode
+        raise SourceError(f"{source.path}: its tokenizer cannot be used: {error}") from error
+    highest = max(max(prompt, default=-1) for prompt in prompts)
+    if not 0 <= highest < source.decoder.vocab_size:
+        raise SourceError(
+            f"{source.path}: its tokenizer gives token {highest} where the model has {source.decoder.vocab_size}"
+        )
+
+
+def _why_no_golden(options: ConvertOptions, stored: _Stored) -> tuple[str, ...]:
+    """A note where the reference is not asked; nothing where it is."""
+    needed = stored.parameters * 4
+    if not options.golden:
+        return (GOLDEN_SKIPPED.format(why="as asked for"),)
+    if needed > GOLDEN_LIMIT:
+        gibibytes = f"{needed / 2**30:.1f} GiB, more than {GOLDEN_LIMIT / 2**30:g} GiB"
+        return (GOLDEN_SKIPPED.format(why=f"for its weights take {gibibytes}"),)
+    return ()
+
+
+def _with_golden(store: Path, manifest: StoreManifest, progress: Progress) -> StoreManifest:
+    """Asks the reference, and lists its answers in the manifest."""
+    progress("golden prompts", 0, 1)
+    golden.create(store, load_engine(ENGINE_NAMES[0]))
+    manifest = replace(manifest, sha256={**manifest.sha256, GOLDEN: file_sha256(store / GOLDEN)})
+    manifest.write(store)
+    progress("golden prompts", 1, 1)
+    return manifest
 
 
 def _check_destination(store: Path, replace: bool) -> None:
@@ -95,10 +178,21 @@ def _written_aside(store: Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
+        _open_to_readers(partial)
         _sync(partial)
         _put_in_place(partial, store)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _open_to_readers(partial: Path) -> None:
+    """Gives all files the permissions of a new file: safetensors and temporary ones would be their owner's alone, and
+    the daemon often runs as somebody else.
+    """
+    mode = stat.S_IMODE((partial / MANIFEST).stat().st_mode)
+    for path in partial.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def _put_in_place(partial: Path, store: Path) -> None:
@@ -111,8 +205,9 @@ def _put_in_place(partial: Path, store: Path) -> None:
     store.rename(old)
     try:
         partial.rename(store)
-    except OSError:
-        old.rename(store)
+    except BaseException:  # Ctrl-C too
+        if not store.exists():
+            old.rename(store)
         raise
     _sync_directory(store.parent)
     shutil.rmtree(old)
@@ -192,12 +287,6 @@ def _digests(store: Path, progress: Progress) -> dict[str, str]:
         digests[path.name] = file_sha256(path)
     progress("hashing", len(paths), len(paths))
     return digests
-
-
-def _write_parameter_set(store: Path, scheme: Scheme, progress: Progress) -> None:
-    from dskquant import parameter_set
-
-    parameter_set.create(store, scheme, store / DEFAULT_PARAMETER_SET, progress)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -42,6 +42,7 @@ Answer: From 9:40 to 12:00 are 2 hours and 20 minutes, and 15 minutes more make 
 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144. Paris is the capital of France; Rome is the capital of Italy;
 Madrid is the capital of Spain; Berlin is the capital of""",
 )
+LOGITS = "logits"
 MAX_TOKENS = 64
 SCORED = 24
 """Positions at the end of each prompt whose logits are compared."""
@@ -57,28 +58,31 @@ class Golden:
 
 def read(store: Path) -> Golden:
     """The golden prompts of `store`. Raises StoreError when the file of the reference is damaged."""
-    prompts = _encode(store)
+    prompts = encode_prompts(store)
     path = store / GOLDEN
     if not path.exists():
         return Golden(prompts, None)
-    logits = MappedSafetensors(path, error=StoreError).array("logits")
-    expected = sum(min(SCORED, len(prompt)) for prompt in prompts)
-    if logits.ndim != 2 or len(logits) != expected:
-        raise StoreError(f"{path}: logits of {len(logits)} positions, expected {expected}; convert the model again")
-    return Golden(prompts, logits)
+    file = MappedSafetensors(path, error=StoreError)
+    shape = file.shape(LOGITS) if LOGITS in file.names else ()
+    positions = sum(min(SCORED, len(prompt)) for prompt in prompts)
+    if len(shape) != 2 or shape[0] != positions or file.dtype(LOGITS) != "F32":
+        raise StoreError(f"{path}: no logits of {positions} positions in FP32; convert the model again")
+    return Golden(prompts, file.array(LOGITS))
 
 
 def create(store: Path, engine: Engine) -> None:
-    """Runs the reference mode of `store` on the golden prompts and keeps its logits in the store.
+    """Runs the reference mode of `store`, its KV cache in FP32 too, on the golden prompts and keeps its logits there.
 
-    Needs the memory of an FP32 graph.
+    Needs the memory of an FP32 graph. Raises StoreError when an answer is not finite.
     """
-    graph = engine.compile(store, {PrecisionMode.FP32}, CompileOptions())
+    graph = engine.compile(store, {PrecisionMode.FP32}, CompileOptions(kv_precision="f32"))
     try:
-        logits = answers(_encode(store), graph, engine, PrecisionMode.FP32)
+        logits = answers(encode_prompts(store), graph, engine, PrecisionMode.FP32)
     finally:
         graph.close()
-    save_file({"logits": logits}, store / GOLDEN)
+    if not np.isfinite(logits).all():
+        raise StoreError("the answers to the golden prompts are not finite: the weights are damaged")
+    save_file({LOGITS: logits}, store / GOLDEN)
 
 
 def answers(prompts: Sequence[Sequence[int]], graph: Graph, engine: Engine, mode: PrecisionMode) -> Logits:
@@ -94,6 +98,7 @@ def _last_logits(prompt: Sequence[int], graph: Graph, cache: KVCache, mode: Prec
     return logits.copy()
 
 
-def _encode(store: Path) -> tuple[tuple[int, ...], ...]:
+def encode_prompts(store: Path) -> tuple[tuple[int, ...], ...]:
+    """The tokens of every golden prompt. Raises what the tokenizers library raises for a file it cannot use."""
     tokenizer = Tokenizer.from_file(str(store / TOKENIZER))
     return tuple(tuple(tokenizer.encode(text).ids[:MAX_TOKENS]) for text in TEXTS)

@@ -7,7 +7,7 @@ STORE/
   generation_config.json        its special tokens
   tokenizer.json                for the `tokenizers` library
   chat_template.jinja           where the source has one
-  golden.safetensors            logits of the reference on the golden prompts (`dskquant.golden`), if it fitted into memory
+  golden.safetensors            the answers of the reference to the golden prompts (`dskquant.golden`)
   parameter_sets/default/       scales, zero-points and codes of both planes (`dskquant.parameter_set`)
 """
 

@@ -5,7 +5,8 @@
 
 It writes, beside itself, one directory a tiny random model (config.json, safetensors, tokenizer.json and logits.npy
 of `PROMPT`), `rope.json` with the frequencies of published models, and `smollm2.npz` for the real model.
-`llama_openvino` is an export of `llama` by optimum-intel 2.2.0, without its tokenizer models:
+`llama_openvino` is an export of `llama` by optimum-intel 2.2.0, with the tokenizer.json of `llama` and no tokenizer
+models:
 
     optimum-cli export openvino --task text-generation-with-past --weight-format fp16 \\
         --model tests/golden/llama tests/golden/llama_openvino

@@ -15,7 +15,7 @@ from dskd import memory
 from dskd.config import ModelConfig, SchedulerConfig
 from dskd.engine.request import FlipReport, GenerationRequest, InFlight, LoopSnapshot, StepOutput
 from dskd.engine.step_loop import StepLoop
-from dskd.errors import DskdError, FailedPreconditionError
+from dskd.errors import DskdError, FailedPreconditionError, UnavailableError
 from dskd.manager.answers import AnswerQueues
 from dskd.manager.build import Builder
 from dskd.manager.events import EventBus
@@ -65,6 +65,7 @@ class QuantizerManager:
         self._last_ticket = 0  # of the switches asked for, in their order
         self._committed_ticket = 0
         self._background: set[asyncio.Task[Any]] = set()
+        self._closing = False
 
     # Life
 
@@ -85,7 +86,7 @@ class QuantizerManager:
         except BaseException:
             await asyncio.to_thread(self._residency.close)
             raise
-        self._spawn(self._residency.release_unused(config.resident, config.on_demand_ttl_s))
+        self._releasing = self._spawn(self._residency.release_unused(config.resident, config.on_demand_ttl_s))
 
     def _starting_mode(self) -> PrecisionMode:
         default = self._config.default_mode
@@ -117,14 +118,23 @@ class QuantizerManager:
             deliver=self._answers.deliver,
         )
         self._loop.start()
-        await self._residency.attach(self._loop, cache)
+        try:
+            await self._residency.attach(self._loop, cache)
+        except BaseException:
+            await asyncio.to_thread(self._loop.stop)
+            raise
 
     async def close(self, grace_s: float) -> int:
-        """Refuses new requests, lets open ones finish within `grace_s` seconds, frees all; returns the aborted."""
+        """Refuses new requests, lets open ones finish within `grace_s` seconds, frees all; returns the aborted.
+
+        A build under way cannot be stopped and is waited for; the switch it was for is refused then.
+        """
+        self._closing = True
         aborted = await asyncio.wrap_future(self._loop.drain(grace_s))
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._residency.builds_ended()
+        self._releasing.cancel()
+        while self._background:
+            await asyncio.wait(self._background)
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._residency.close)
         memory.give_back()
@@ -152,6 +162,7 @@ class QuantizerManager:
                     self._loop.cancel(request.request_id)
 
     async def _submit(self, request: GenerationRequest) -> None:
+        self._require_open()
         mode = request.precision or self._mode
         with self._residency.holding(mode):
             await self._residency.ensure(mode)
@@ -164,7 +175,7 @@ class QuantizerManager:
 
         A switch goes on when its caller goes away. Without `wait`, one that needs preparation is reported as not done.
         Raises FailedPreconditionError when it fails its proof or is overtaken by a later switch, ResourceExhaustedError
-        when memory is short; the old mode serves on.
+        when memory is short, UnavailableError while the model is being unloaded; the old mode serves on.
         """
         self._last_ticket += 1
         resident = self._residency.has(mode)
@@ -178,6 +189,7 @@ class QuantizerManager:
         entry = self._entry(mode, in_flight, actor)
         resident = self._residency.has(mode)
         try:
+            self._require_open()
             with self._residency.holding(mode):
                 phases = await self._residency.ensure(mode)
                 prepared = time.perf_counter()
@@ -197,6 +209,7 @@ class QuantizerManager:
     async def _commit(self, ticket: int, mode: PrecisionMode, in_flight: InFlight) -> FlipReport:
         """Makes the switch durable, then flips. One at a time."""
         async with self._commit_lock:
+            self._require_open()
             if ticket < self._committed_ticket:
                 raise FailedPreconditionError(mode.value, f"overtaken by a later switch to {self._mode.value}")
             state = Committed(mode.value, self._config.default_mode.value, self._generation.hash)
@@ -207,6 +220,10 @@ class QuantizerManager:
             flip = await asyncio.wrap_future(self._loop.flip(mode, self._generation.number, in_flight))
             self._mode, self._committed_ticket = mode, ticket
             return flip
+
+    def _require_open(self) -> None:
+        if self._closing:
+            raise UnavailableError("the model is being unloaded")
 
     def _entry(self, mode: PrecisionMode, in_flight: InFlight, actor: str) -> HistoryEntry:
         generation = self._generation

@@ -14,6 +14,7 @@ import structlog
 
 from dskd import memory
 from dskd.engine.step_loop import StepLoop
+from dskd.errors import FailedPreconditionError
 from dskd.manager.build import Build, Builder
 from dskd.manager.events import EventBus
 from dskquant.engines.protocol import Graph, KVCache
@@ -112,6 +113,11 @@ class Residency:
                 elif time.monotonic() - self._residents[key].asked >= ttl_s:
                     await self._release(key)
 
+    async def builds_ended(self) -> None:
+        """Waits for the builds under way, whatever becomes of them."""
+        while self._builds:
+            await asyncio.wait(self._builds.values())
+
     def close(self) -> None:
         """Frees everything; blocks until a build under way has ended. The loop must have stopped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -143,9 +149,16 @@ class Residency:
         return now.mode in key or self._held[key] > 0 or any(now.requests_by_mode.get(mode) for mode in key)
 
     async def _release(self, key: GraphKey) -> None:
-        graph = self._residents.pop(key).graph
-        await asyncio.wrap_future(self._loop.retire(self._generation, graph.modes))
-        await asyncio.to_thread(graph.close)
+        resident = self._residents.pop(key)
+        try:
+            await asyncio.wrap_future(self._loop.retire(self._generation, resident.graph.modes))
+        except FailedPreconditionError:  # it has become the active one since we looked
+            self._residents[key] = resident
+            return
+        except asyncio.CancelledError:
+            self._residents[key] = resident  # `close` comes next
+            raise
+        await asyncio.to_thread(resident.graph.close)
         memory.give_back()
         self._events.publish("mode.released", self._model, f"{_name(key)} is released", mode=_name(key))
         self._log.info("released", mode=_name(key))

@@ -13,8 +13,8 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from dskd.errors import InvalidArgumentError
-from dskd.rpc.status import is_expected, status_of
+from dskd.errors import EXPECTED_ERRORS, InvalidArgumentError
+from dskd.rpc.status import status_of
 
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 
@@ -64,7 +64,7 @@ def _answering(method: str, behaviour: Any, deserialize: Any) -> Any:
             code = grpc.StatusCode.OK
             return response
         except Exception as error:
-            if not is_expected(error):
+            if not isinstance(error, EXPECTED_ERRORS):
                 log.exception("unexpected error", method=method, error_id=request_id)
             packed = rpc_status.to_status(status_of(error, request_id))
             code = packed.code

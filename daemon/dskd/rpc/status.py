@@ -11,6 +11,7 @@ from google.rpc import error_details_pb2 as details
 from google.rpc.status_pb2 import Status
 
 from dskd.errors import (
+    EXPECTED_ERRORS,
     DskdError,
     FailedPreconditionError,
     InvalidArgumentError,
@@ -25,7 +26,7 @@ DOMAIN = "dskd"
 
 def status_of(error: Exception, error_id: str) -> Status:
     """The status a client gets for `error`; of an unexpected one it learns `error_id` alone, which the log explains."""
-    if not is_expected(error):
+    if not isinstance(error, EXPECTED_ERRORS):
         message = f"internal error {error_id}; the log tells more"
         status = Status(code=grpc.StatusCode.INTERNAL.value[0], message=message)
         _attach(status, details.ErrorInfo(reason="INTERNAL", domain=DOMAIN, metadata={"error_id": error_id}))
@@ -34,11 +35,6 @@ def status_of(error: Exception, error_id: str) -> Status:
     for detail in _details(error):
         _attach(status, detail)
     return status
-
-
-def is_expected(error: Exception) -> bool:
-    """Raised on purpose, with a message meant for the client."""
-    return isinstance(error, (DskdError, QuantError))
 
 
 def _code(error: Exception) -> grpc.StatusCode:

@@ -14,9 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dskquant import staging
 from dskquant.convert import ConvertOptions, convert
 from dskquant.floats import NUMPY_FLOATS
+from dskquant.parameter_set import Progress as Report
 from dskquant.scheme import GROUP_SIZES, Scheme
 from dskquant.store import StoreManifest
 
@@ -64,6 +64,19 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         help="weights that share a scale, 0: a whole channel (default: %(default)s)",
     )
     parser.add_argument("--symmetric", action="store_true", help="quantize without zero-points")
+    parser.add_argument(
+        "--int8-layers",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="linear layers that INT4 too shall compute with both planes, such as '*.down_proj.weight'; repeatable",
+    )
+    parser.add_argument(
+        "--int8-plane",
+        action="store_true",
+        help='add a plane of 8-bit codes, for a daemon that holds INT8 in a copy of its own (weights = "separate")',
+    )
+    parser.add_argument("--no-golden", action="store_true", help="do not run the FP32 reference on the golden prompts")
     parser.add_argument("--force", action="store_true", help="replace STORE if it is a model store already")
     parser.add_argument("--json", action="store_true", help="print the manifest of the store as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress bar, no summary")
@@ -75,7 +88,8 @@ def run(options: argparse.Namespace) -> None:
     settings = ConvertOptions(
         dtype=options.dtype,
         model_id=options.model_id,
-        scheme=Scheme(group_size=options.group_size, symmetric=options.symmetric),
+        scheme=Scheme(options.group_size, options.symmetric, tuple(options.int8_layers), options.int8_plane),
+        golden=not options.no_golden,
         replace=options.force,
     )
     with _progress_bar(options.quiet) as progress:
@@ -89,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _progress_bar(quiet: bool) -> Iterator[staging.Progress]:
+def _progress_bar(quiet: bool) -> Iterator[Report]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(file=sys.stderr)
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:

@@ -62,9 +62,9 @@ def read_ir(store: Path) -> ov.Model:
 
 
 def _forget_runtime_options(model: ov.Model) -> None:
-    """optimum-intel leaves KV_CACHE_PRECISION and ACTIVATIONS_SCALE_FACTOR in the IR, and `compile_model` takes them for
-    every property it is not given: what a graph is compiled with must follow from `CompileOptions` alone. The stored
-    file keeps them, for it is the export byte for byte, and other programs may want them.
+    """optimum-intel leaves KV_CACHE_PRECISION and ACTIVATIONS_SCALE_FACTOR in the IR, and `compile_model` takes them as
+    defaults; but what a graph is compiled with must follow from `CompileOptions` alone. The stored file keeps them: it
+    is the export byte for byte, and other programs may want them.
     """
     if model.has_rt_info(RUNTIME_OPTIONS):
         del model.get_rt_info()[RUNTIME_OPTIONS]
@@ -107,8 +107,8 @@ def _feeds_logits(matmul: ov.Node) -> bool:
 def _weight_name(constant: ov.Node) -> str:
     """The name as Hugging Face spells it: model.layers.0.self_attn.q_proj.weight.
 
-    optimum-intel names constants after the attribute path of the torch module, which starts with "self."; what it keeps
-    in 16 bit while it traces ends in "._openvino_orig_weight", and what it rounds to 16 bit afterwards in "_compressed".
+    optimum-intel names constants after the attribute path of the torch module, which starts with "self."; weights that
+    it keeps in 16 bit while it traces end in "._openvino_orig_weight", those it rounds afterwards in "_compressed".
     """
     name = str(constant.get_friendly_name()).removeprefix("self.").removesuffix("_compressed")
     return name.replace("._openvino_orig_", ".")
