@@ -30,6 +30,7 @@ MODEL = "smollm2"
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 60.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class DaemonProcess:

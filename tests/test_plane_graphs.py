@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from dskquant.convert import ConvertOptions, convert
 from dskquant.engines import load_engine
 from dskquant.engines.protocol import CompileOptions, Graph, StepBatch, WeightLayout
-from dskquant.errors import StoreError
+from dskquant.errors import EngineError, StoreError
 from dskquant.forward import forward
 from dskquant.modes import PrecisionMode
 from dskquant.scheme import Scheme
@@ -217,3 +217,11 @@ def test_the_cache_layout_does_not_depend_on_the_mode(store: Path) -> None:
     keys = manifest.num_kv_heads * (32 + 8) * manifest.head_dim
     values = manifest.num_kv_heads * 32 * (manifest.head_dim + 8)
     assert sizes == {manifest.num_layers * (keys + values)}
+
+
+def test_a_cache_of_another_precision_is_refused_with_what_to_do(store: Path) -> None:
+    """The 16-bit arithmetic of FP16 has no float32 cache where the CPU has bfloat16."""
+    exact = ENGINE.compile(store, {FP32}, EXACT)
+    eight_bit = ENGINE.compile(store, {INT4, INT8}, CompileOptions())
+    with pytest.raises(EngineError, match="u8 suits all modes"):
+        eight_bit.bind(exact.allocate_cache(1))

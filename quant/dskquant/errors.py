@@ -15,5 +15,9 @@ class StoreError(QuantError):
     """A model store is damaged, incomplete or of another format."""
 
 
+class EngineError(QuantError):
+    """The engine cannot do what was asked of it with this model and these options."""
+
+
 class SchemeError(QuantError):
     """A quantization scheme does not fit the tensor it is meant for."""

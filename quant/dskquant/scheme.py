@@ -31,6 +31,11 @@ class TensorScheme:
     always_residual: bool = False  # the layer uses base + residual in every quantized mode
     int8_plane: bool = False  # the layer also has a plane of 8-bit codes, for the separate weight layout
 
+    def __post_init__(self) -> None:
+        sizes = (*self.shape, self.group_size)
+        if len(self.shape) != 2 or any(type(size) is not int for size in sizes) or min(self.shape) < 1:
+            raise SchemeError(f"shape {list(self.shape)}, group_size {self.group_size!r}: not the sizes of a matrix")
+
     @property
     def bits(self) -> int:
         """Bits of a code: of each plane for a linear layer."""

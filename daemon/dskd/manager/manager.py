@@ -15,7 +15,7 @@ from dskd import memory
 from dskd.config import ModelConfig, SchedulerConfig
 from dskd.engine.request import FlipReport, GenerationRequest, InFlight, LoopSnapshot, StepOutput
 from dskd.engine.step_loop import StepLoop
-from dskd.errors import DskdError, FailedPreconditionError, UnavailableError
+from dskd.errors import EXPECTED_ERRORS, FailedPreconditionError, UnavailableError
 from dskd.manager.answers import AnswerQueues
 from dskd.manager.build import Builder
 from dskd.manager.events import EventBus
@@ -27,7 +27,6 @@ from dskd.manager.state_file import Committed, committed_mode
 from dskd.manager.types import HistoryEntry, ManagerSnapshot, ModeState, SwitchReport
 from dskquant import golden, parameter_set
 from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
-from dskquant.errors import QuantError
 from dskquant.modes import LADDER, PrecisionMode
 from dskquant.store import DEFAULT_PARAMETER_SET
 
@@ -194,7 +193,7 @@ class QuantizerManager:
                 phases = await self._residency.ensure(mode)
                 prepared = time.perf_counter()
                 flip = await self._commit(ticket, mode, in_flight)
-        except (DskdError, QuantError) as error:
+        except EXPECTED_ERRORS as error:
             self._note(replace(entry, outcome="rejected", reason=str(error)))
             raise
         ended = time.perf_counter()
@@ -284,7 +283,7 @@ class QuantizerManager:
     def _log_unexpected(self, task: asyncio.Task[Any]) -> None:
         """A refusal is in the history already; anything else must not get lost with a caller that has gone."""
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, (DskdError, QuantError)):
+        if error is not None and not isinstance(error, EXPECTED_ERRORS):
             self._log.error("background work failed", exc_info=error)
 
 

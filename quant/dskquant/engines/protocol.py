@@ -159,7 +159,8 @@ class Engine(Protocol):
     def compile(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> Graph:
         """Builds the graph that serves `modes`, which must be modes of one graph (see `CompileOptions.graph_key`).
 
-        Raises `dskquant.errors.StoreError` when files of the store are missing or damaged.
+        Raises `dskquant.errors.StoreError` when files of the store are missing or damaged, EngineError when the engine
+        cannot compile what is in them.
         """
         ...
 

@@ -15,7 +15,7 @@ from dskquant.engines.openvino.ir import find_weights, read_ir
 from dskquant.engines.openvino.paged import keep_wanted_logits, to_paged
 from dskquant.engines.openvino.plane_rewrite import use_planes
 from dskquant.engines.protocol import CompileOptions, WeightSource
-from dskquant.errors import StoreError
+from dskquant.errors import EngineError
 from dskquant.modes import QUANTIZED, PrecisionMode
 from dskquant.store import DEFAULT_PARAMETER_SET, StoreManifest
 
@@ -47,7 +47,7 @@ class OpenVINOEngine:
         try:
             compiled = ov.Core().compile_model(model, "CPU", compile_properties(modes, options))
         except RuntimeError as error:
-            raise StoreError(f"{store}: the engine cannot compile the model: {error}") from error
+            raise EngineError(f"{store}: OpenVINO cannot compile the model: {error}") from error
         return OpenVINOGraph(compiled, served, _weight_bytes(manifest, served), source)
 
     def estimate_bytes(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> int:
@@ -60,7 +60,7 @@ def compile_properties(modes: frozenset[PrecisionMode], options: CompileOptions)
     return {
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
-        "INFERENCE_NUM_THREADS": options.threads or os.cpu_count(),
+        "INFERENCE_NUM_THREADS": options.threads or len(os.sched_getaffinity(0)),
         "INFERENCE_PRECISION_HINT": _half_type() if PrecisionMode.FP16 in modes else "f32",
         "KV_CACHE_PRECISION": options.kv_precision,
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": options.activation_group if quantized else 0,

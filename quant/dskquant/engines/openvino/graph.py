@@ -8,6 +8,7 @@ import openvino as ov
 from dskquant.engines.openvino.paged import LOGIT_ROWS
 from dskquant.engines.openvino.plane_rewrite import RESIDUAL_ROWS, Source
 from dskquant.engines.protocol import KVCache, Logits, StepBatch
+from dskquant.errors import EngineError
 from dskquant.modes import PrecisionMode
 
 BLOCK_SIZE = 32
@@ -20,6 +21,7 @@ class OpenVINOCache:
     block_size = BLOCK_SIZE
 
     def __init__(self, layout: dict[str, tuple[ov.Type, list[int]]], num_blocks: int) -> None:
+        self.layout = layout
         self.num_blocks = num_blocks
         self.tensors = {name: ov.Tensor(kind, ov.Shape([num_blocks, *shape])) for name, (kind, shape) in layout.items()}
 
@@ -51,6 +53,12 @@ class OpenVINOGraph:
     def bind(self, cache: KVCache) -> None:
         if not isinstance(cache, OpenVINOCache):
             raise TypeError(f"an OpenVINO graph cannot use a {type(cache).__name__}")
+        if cache.layout != self._cache_layout:
+            modes = "+".join(sorted(mode.value for mode in self.modes))
+            raise EngineError(
+                f"{modes} cannot use the KV cache of the other modes: on this CPU it takes another kv_precision; "
+                "u8 suits all modes"
+            )
         for name, tensor in cache.tensors.items():
             self._request.set_tensor(name, tensor)
 
