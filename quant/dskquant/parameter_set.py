@@ -153,11 +153,16 @@ def read(directory: Path) -> ParameterSet:
         if raw["format_version"] != FORMAT_VERSION:
             raise StoreError(f"{path}: format_version {raw['format_version']}; this version reads {FORMAT_VERSION}")
         tensors = {name: _read_scheme(item) for name, item in raw["tensors"].items()}
-        return ParameterSet(
-            directory, raw["model_id"], raw["weights_sha256"], tensors, raw["sha256"], raw["provenance"]
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = {_plain_file_name(name): str(digest) for name, digest in raw["sha256"].items()}
+        return ParameterSet(directory, raw["model_id"], raw["weights_sha256"], tensors, files, raw["provenance"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SchemeError) as error:
         raise StoreError(f"{path}: not a readable parameter set: {type(error).__name__}: {error}") from error
+
+
+def _plain_file_name(name: str) -> str:
+    if Path(name).name != name:
+        raise ValueError(f"{name!r} is not the name of a file of the set")
+    return name
 
 
 def _read_scheme(item: dict[str, Any]) -> TensorScheme:
