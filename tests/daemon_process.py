@@ -222,9 +222,9 @@ class Client:
 
 
 async def read(call: Any) -> Answer:
-    """The whole answer of an open call."""
+    """What is left of the answer of an open call."""
     answer = Answer()
-    async for response in call:
+    while (response := await call.read()) is not grpc.aio.EOF:
         answer.add(response)
     return answer
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import grpc
@@ -74,11 +75,19 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"dskctl {_version()}")
     _add_common(parser)
     subparsers = parser.add_subparsers(metavar="VERB", required=True, title="verbs")
     for verb in verbs.ALL:
         _add_verb(subparsers, verb)
     return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("dskd")
+    except metadata.PackageNotFoundError:
+        return "not installed"  # run from a source tree
 
 
 def _add_verb(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], verb: Verb) -> None:

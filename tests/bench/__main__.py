@@ -1,4 +1,4 @@
-"""`python -m tests.bench [SECTION ...]`: measures, and writes docs/measurements.md when all sections ran."""
+"""`python -m tests.bench [SECTION ...]`: measures all or some sections and writes docs/measurements.md."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ def main(names: list[str]) -> None:
     if unknown:
         sys.exit(f"unknown section {unknown[0]!r}; known: {', '.join(SECTIONS)}")
     _prepare()
-    sections = []
     for name in names or SECTIONS:
-        sections.append(SECTIONS[name]())
-        print(sections[-1].markdown(), flush=True)
-    if not names:
-        report.write(sections)
+        section = SECTIONS[name]()
+        print(section.markdown(), flush=True)
+        report.keep(name, section)
+    report.write(SECTIONS)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-DESTINATION = Path(__file__).parents[2] / "docs" / "measurements.md"
+ROOT = Path(__file__).parents[2]
+DESTINATION = ROOT / "docs" / "measurements.md"
+RESULTS = ROOT / ".cache" / "bench" / "results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,21 @@ def machine() -> str:
     return f"{datetime.date.today().isoformat()}, {cpu}, {cores} cores, Python {platform.python_version()}, {engines}"
 
 
-def write(sections: Sequence[Section]) -> None:
-    """Replaces docs/measurements.md."""
+def keep(name: str, section: Section) -> None:
+    """Keeps a section for `write`."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.md").write_text(section.markdown(), encoding="utf-8")
+
+
+def write(names: Iterable[str]) -> None:
+    """Replaces docs/measurements.md by the newest results of the sections `names`."""
     head = (
         "# Measurements\n\n"
         f"Made by `make bench` on {machine()}.\n"
         "Shared, noisy machine: trust the ratios, which compare interleaved runs (medians), not the absolute times.\n"
     )
+    results = [RESULTS / f"{name}.md" for name in names]
     DESTINATION.parent.mkdir(exist_ok=True)
-    DESTINATION.write_text("\n".join([head, *(section.markdown() for section in sections)]), encoding="utf-8")
+    DESTINATION.write_text(
+        "\n".join([head, *(path.read_text() for path in results if path.exists())]), encoding="utf-8"
+    )

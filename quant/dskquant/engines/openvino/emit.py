@@ -33,7 +33,7 @@ def emit_ir(config: DecoderConfig, weights: Mapping[str, StagedWeight], path: Pa
     try:
         ov.save_model(model, path, compress_to_fp16=False)
     except RuntimeError as error:
-        raise StoreError(f"{path}: cannot be written: {str(error).splitlines()[-1]}") from error
+        raise StoreError(f"{path}: cannot be written: {str(error).strip().splitlines()[-1]}") from error
 
 
 def build_model(config: DecoderConfig, weights: Mapping[str, StagedWeight]) -> ov.Model:

@@ -56,7 +56,7 @@ def read_ir(store: Path) -> ov.Model:
     try:
         model = ov.Core().read_model(path)
     except RuntimeError as error:
-        raise StoreError(f"{path}: not a readable OpenVINO IR: {str(error).splitlines()[0]}") from error
+        raise StoreError(f"{path}: not a readable OpenVINO IR: {str(error).strip().splitlines()[-1]}") from error
     _forget_runtime_options(model)
     return model
 

@@ -39,7 +39,7 @@ def inspect_ir(path: Path, decoder: DecoderConfig) -> Weights:
     try:
         model = ov.Core().read_model(path)
     except RuntimeError as error:
-        raise SourceError(f"{path}: not a readable OpenVINO IR: {str(error).splitlines()[-1]}") from error
+        raise SourceError(f"{path}: not a readable OpenVINO IR: {str(error).strip().splitlines()[-1]}") from error
     for role, expected, found in (
         ("inputs", INPUTS, {name for port in model.inputs for name in port.names}),
         ("outputs", OUTPUTS, {name for port in model.outputs for name in port.names}),
