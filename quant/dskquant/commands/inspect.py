@@ -20,6 +20,10 @@ from dskquant.planes import group_length
 from dskquant.scheme import Role, TensorScheme
 from dskquant.store import DEFAULT_PARAMETER_SET, MANIFEST, StoreManifest, file_sha256
 
+ANY_SHAPE = (1, 1)
+"""Stands for the shapes of tensors that are told together."""
+
+
 DESCRIPTION = """\
 Shows what a model store, a parameter set or a safetensors file holds: identity and shape, files with their sizes and
 SHA-256, tensors by scheme, and bits per weight with everything counted (scales, zero-points, embeddings, and the
@@ -203,7 +207,7 @@ def _listed_files(directory: Path, sha256: Mapping[str, str], verify: bool) -> l
 def _grouped(parameters: ParameterSet) -> list[SchemeGroup]:
     alike: dict[TensorScheme, list[TensorScheme]] = {}
     for scheme in parameters.tensors.values():
-        alike.setdefault(replace(scheme, shape=(0, 0)), []).append(scheme)
+        alike.setdefault(replace(scheme, shape=ANY_SHAPE), []).append(scheme)
     return [_group(schemes) for schemes in alike.values()]
 
 
