@@ -61,6 +61,12 @@ def test_each_mistake_of_a_configuration_is_one_line(tmp_path: Path, capsys: pyt
     ]
 
 
+def test_a_configuration_that_is_not_there_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "none.toml"
+    assert main(["serve", "--config", str(path)]) == 2
+    assert capsys.readouterr().err == f"dskd: {path}: No such file or directory\n"
+
+
 def test_a_wrong_address_on_the_command_line_is_a_wrong_configuration(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -86,7 +92,7 @@ def test_where_the_client_alone_is_installed_the_others_tell_what_to_install(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"{program}: no module")
-    assert err.endswith("pip install 'dskd[daemon]'\n")
+    assert err.endswith("from the source directory with: pip install '.[daemon]'\n")
 
 
 def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:

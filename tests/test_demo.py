@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
+import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import HealthServicer
 
 from dskapi.v1.control_pb2 import SwitchPrecisionResponse
 from dskapi.v1.inference_pb2 import GeneratedToken, GenerateResponse
@@ -38,20 +44,101 @@ def test_the_daemon_understands_the_configuration_of_the_demo(demo: ModuleType) 
     config = load_config(demo.CONFIG)
     assert [str(address) for address in config.server.listen] == ["unix:///tmp/d.sock"]
     assert config.models["smollm2"].default_mode is PrecisionMode.INT4
-    assert config.models["smollm2"].path == demo.STORE
+    assert config.models["smollm2"].path == demo.STORE.absolute()
+    assert config.server.state_dir == demo.STATE.absolute()
 
 
 def test_a_socket_path_that_is_too_long_moves_to_a_temporary_folder(
     demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "FOLDER", Path("/short"))
-    with demo.socket_path() as socket:
-        assert socket == Path("/short/dskd.sock")
+    with demo.socket_path() as path:
+        assert path == Path("/short/dskd.sock")
     monkeypatch.setattr(demo, "FOLDER", tmp_path / ("x" * 100))
-    with demo.socket_path() as socket:
-        assert len(bytes(socket)) <= 107
-        assert socket.parent.is_dir()
-    assert not socket.parent.exists()
+    with demo.socket_path() as path:
+        assert len(bytes(path)) <= 107
+        assert path.parent.is_dir()
+    assert not path.parent.exists()
+
+
+@pytest.fixture
+def answering_socket(demo: ModuleType) -> Iterator[None]:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{demo.FOLDER}/{demo.SOCKET_NAME}")
+        listener.listen()
+        yield
+
+
+@pytest.mark.usefixtures("answering_socket")
+def test_a_daemon_that_answers_already_ends_the_demo_before_it_touches_anything(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["demo.py", "--gguf", "none.gguf"])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    demo.STATE.mkdir()
+    demo.LOG.write_text("of the other one")
+    assert demo.main() == 1
+    assert demo.STATE.is_dir()
+    assert demo.LOG.read_text() == "of the other one"
+    assert not demo.STORE.exists()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"demo: a daemon already answers on {demo.FOLDER.absolute()}/dskd.sock; stop it first (make serve?)\n"
+
+
+def test_a_socket_that_nobody_listens_on_is_no_obstacle(demo: ModuleType) -> None:
+    path = demo.FOLDER / demo.SOCKET_NAME
+    assert not demo.somebody_answers(path)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+    assert not demo.somebody_answers(path)
+
+
+@pytest.mark.parametrize(("serve", "kept"), [(True, True), (False, False)])
+def test_only_the_demo_itself_forgets_the_committed_state(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, serve: bool, kept: bool
+) -> None:
+    def no_daemon() -> None:
+        raise demo.DemoError("not here")
+
+    write_store(demo.STORE)
+    demo.STATE.mkdir()
+    monkeypatch.setattr(demo, "running_daemon", no_daemon)
+    with pytest.raises(demo.DemoError, match="not here"):
+        demo.run(Path("none.gguf"), "unix:///tmp/d.sock", serve)
+    assert demo.STATE.exists() == kept
+
+
+def test_a_daemon_that_dies_while_another_one_serves_is_noticed(demo: ModuleType, tmp_path: Path) -> None:
+    server = grpc.server(ThreadPoolExecutor(2))
+    health = HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    server.add_insecure_port(f"unix://{tmp_path}/other.sock")
+    server.start()
+    dead = subprocess.Popen(["false"])
+    dead.wait()
+    try:
+        with (
+            grpc.insecure_channel(f"unix://{tmp_path}/other.sock") as channel,
+            pytest.raises(demo.DemoError, match="it ended"),
+        ):
+            demo.wait_until_serving(dead, channel)
+    finally:
+        server.stop(None).wait()
+
+
+def test_programs_are_named_by_a_path_that_works_from_here(
+    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / ".venv" / "bin" / "dskctl"
+    program.parent.mkdir(parents=True)
+    program.touch(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert demo.path_of("dskctl") == ".venv/bin/dskctl"
+    monkeypatch.chdir("/")
+    assert demo.path_of("dskctl") == str(program).removeprefix("/")
+    with pytest.raises(demo.DemoError, match=r"pip install '\.\[daemon\]'"):
+        demo.path_of("dskquant")
 
 
 def write_store(store: Path) -> None:

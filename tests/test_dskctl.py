@@ -206,7 +206,7 @@ def test_status_json_has_proto_names_short_enums_and_numbers(
 def test_status_of_an_empty_daemon_says_so(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     daemon.replies["status"] = control_pb2.GetStatusResponse(version="0.1.0")
     assert main(["status"]) == ExitCode.DONE
-    assert "no model is loaded" in capsys.readouterr().out
+    assert "no model is loaded; `dskctl models`" in capsys.readouterr().out
 
 
 MODELS = control_pb2.ListModelsResponse(
@@ -335,7 +335,7 @@ HISTORY = control_pb2.GetHistoryResponse(
             time=time_of(1_700_000_000),
             model="smollm2",
             kind="switch",
-            actor="rpc:unix:",
+            actor="rpc:unix",
             from_mode=INT4,
             to_mode=FP32,
             generation=3,
@@ -569,6 +569,15 @@ def test_chat_keeps_the_conversation_and_takes_commands(
     assert "int4 → int8" in capsys.readouterr().out
 
 
+def test_chat_names_a_command_it_does_not_know(
+    daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_stdin(monkeypatch, b"/swich int8\n")
+    assert main(["chat"]) == ExitCode.DONE
+    assert capsys.readouterr().out.startswith("no command /swich; there are: /switch MODE")
+    assert daemon.requests == []
+
+
 def test_chat_json_is_one_object_for_each_response(
     daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -594,7 +603,9 @@ def test_chat_with_piped_input_ends_with_the_first_refusal(
 class Terminal:
     """A program in a terminal of its own, which is its controlling one: Ctrl-C becomes SIGINT."""
 
-    TAKE_TERMINAL = "import os, sys, dskctl.cli; os.open(os.ttyname(0), os.O_RDWR); sys.exit(dskctl.cli.main())"
+    TAKE_TERMINAL = (
+        "import os, sys; os.open(os.ttyname(0), os.O_RDWR); from dskctl.__main__ import main; sys.exit(main())"
+    )
 
     def __init__(self, *arguments: str) -> None:
         self._screen, program_side = pty.openpty()
@@ -756,17 +767,34 @@ def test_the_deadline_ends_a_call_and_the_daemon_learns_of_it(
     assert daemon.cancelled.wait(WAIT_S)
 
 
+@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("verb", [["status"], ["generate", "Tell"], ["watch"]])
-def test_ctrl_c_cancels_the_call_and_exits_130(daemon: ScriptedDaemon, verb: list[str]) -> None:
+def test_ctrl_c_however_often_cancels_the_call_and_exits_130(
+    daemon: ScriptedDaemon, verb: list[str], times: int
+) -> None:
     daemon.replies[verb[0]] = "hang"
     command = [sys.executable, "-m", "dskctl", *verb]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert daemon.called.wait(WAIT_S)
-        child.send_signal(signal.SIGINT)
+        for _ in range(times):
+            child.send_signal(signal.SIGINT)
         output = child.communicate(timeout=WAIT_S)
     assert child.returncode == ExitCode.INTERRUPTED
     assert output == (b"", b"")
     assert daemon.cancelled.wait(WAIT_S)
+
+
+def test_ctrl_c_while_modules_are_imported_exits_130_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "grpc.py").write_text("import signal\nprint('importing', flush=True)\nsignal.pause()\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-m", "dskctl", "status"]
+    environment = os.environ | {"PYTHONPATH": path}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"importing\n"
+        child.send_signal(signal.SIGINT)
+        assert child.communicate(timeout=WAIT_S) == (b"", b"")
+    assert child.returncode == ExitCode.INTERRUPTED
 
 
 @pytest.mark.parametrize("form", [["--raw"], ["--json"], []])
@@ -858,6 +886,11 @@ def test_addresses_that_cannot_be(address: str) -> None:
         checked_address(address)
 
 
+def test_a_bare_path_is_told_how_a_socket_is_written() -> None:
+    with pytest.raises(UsageError, match=r"write unix:///run/dskd\.sock"):
+        checked_address("/run/dskd.sock")
+
+
 def make_certificate(directory: Path) -> tuple[Path, Path]:
     """A self-signed certificate for localhost and its key."""
     certificate, key = directory / "cert.pem", directory / "key.pem"
@@ -901,9 +934,52 @@ def test_mutual_tls(tls_daemon: tuple[int, Path, Path], capsys: pytest.CaptureFi
     assert "4242" in capsys.readouterr().out
 
 
-def test_a_daemon_that_speaks_tls_is_unreachable_without_it(tls_daemon: tuple[int, Path, Path]) -> None:
+@pytest.mark.parametrize("with_ca", [False, True])
+def test_a_daemon_that_wants_tls_or_a_certificate_is_unreachable_without_it(
+    tls_daemon: tuple[int, Path, Path], with_ca: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port, certificate, _ = tls_daemon
+    tls = ["--tls-ca", str(certificate)] if with_ca else []
+    assert main(["--address", f"localhost:{port}", *tls, "status"]) == ExitCode.UNREACHABLE
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"dskctl: no daemon reached at localhost:{port}: it closed the connection at once"
+    assert "--tls-ca" in second
+    assert "--tls-cert" in second
+
+
+def test_a_daemon_under_another_name_than_its_certificate_is_not_trusted(
+    tls_daemon: tuple[int, Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    port, certificate, _ = tls_daemon
+    assert main(["--address", f"127.0.0.1:{port}", "--tls-ca", str(certificate), "status"]) == ExitCode.UNREACHABLE
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("its certificate is for another name")
+    assert "subjectAltName" in second
+
+
+def test_a_certificate_of_another_authority_is_not_trusted(
+    tls_daemon: tuple[int, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     port, _, _ = tls_daemon
-    assert main(["--address", f"localhost:{port}", "status"]) == ExitCode.UNREACHABLE
+    (tmp_path / "other").mkdir()
+    other, _ = make_certificate(tmp_path / "other")
+    assert main(["--address", f"localhost:{port}", "--tls-ca", str(other), "status"]) == ExitCode.UNREACHABLE
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("its certificate is not trusted")
+    assert "--tls-ca" in second
+
+
+def test_tls_to_a_daemon_that_does_not_speak_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    certificate, _ = make_certificate(tmp_path)
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("localhost:0")
+    server.start()
+    code = main(["--address", f"localhost:{port}", "--tls-ca", str(certificate), "status"])
+    server.stop(None).wait()
+    assert code == ExitCode.UNREACHABLE
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("it does not speak TLS")
+    assert "--tls-ca" in second
 
 
 def test_the_client_imports_no_engine_and_no_daemon() -> None:

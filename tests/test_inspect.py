@@ -215,3 +215,19 @@ def test_what_is_no_store_no_set_and_no_file_of_tensors_is_refused(
     assert out == ""
     assert err.startswith(f"dskquant inspect: {path}")
     assert err.count("\n") == 1
+
+
+def test_a_text_is_told_what_can_be_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("# A text, and no tensors")
+    assert main(["inspect", str(path)]) == 1
+    problem = "not a model store, parameter set or safetensors file"
+    assert capsys.readouterr().err == f"dskquant inspect: {path}: {problem}\n"
+
+
+def test_only_a_store_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some words")
+    for path in (tmp_path, text):
+        assert main(["compare", str(path), "--data", str(text)]) == 1
+        assert capsys.readouterr().err.startswith(f"dskquant compare: {path} is not a model store: no manifest.json")

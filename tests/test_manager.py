@@ -25,6 +25,7 @@ from dskd.errors import FailedPreconditionError, ResourceExhaustedError, Unavail
 from dskd.manager.events import Event, EventBus, Subscription
 from dskd.manager.history import History
 from dskd.manager.manager import QuantizerManager
+from dskd.manager.state_file import Committed
 from dskd.manager.types import SwitchReport
 from dskd.units import ByteSize
 from dskquant.engines.protocol import CompileOptions, KVCache, Logits, StepBatch, WeightSource
@@ -455,6 +456,26 @@ async def test_a_mode_in_use_is_not_released(store: Path) -> None:
             assert bench.residents == {INT4, INT8, FP32}
             await anext(outputs)
         await bench.until("mode.released", mode="fp32")
+
+
+@asynchronous
+async def test_a_mode_about_to_serve_is_not_released(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the switch to FP32 is being made durable, FP16, which nobody uses any more, is released."""
+    durable, write = threading.Event(), Committed.write
+
+    def write_late(state: Committed, path: Path) -> None:
+        assert durable.wait(20)
+        write(state, path)
+
+    monkeypatch.setattr(Committed, "write", write_late)
+    async with serving(store, on_demand_ttl_s=LONG_AGO) as bench:
+        switch = asyncio.create_task(bench.switch(FP32))
+        await bench.until("mode.resident", mode="fp32")
+        await bench.answer(FP16)
+        await bench.until("mode.released", mode="fp16")
+        durable.set()
+        assert (await switch).done
+        assert await bench.modes_of_an_answer() == {FP32}
 
 
 # The end

@@ -23,7 +23,7 @@ SHELL_BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def command_lines(text: str) -> Iterator[list[str]]:
     """The commands of our programs in the sh blocks of `text`, without redirections."""
     for block in SHELL_BLOCK.findall(text):
-        for line in block.splitlines():
+        for line in block.replace("\\\n", " ").splitlines():
             yield from own_commands(line)
 
 
@@ -35,13 +35,15 @@ def own_commands(line: str) -> Iterator[list[str]]:
         if word[0] not in "();<>|&":
             command.append(word)
             continue
-        if command and command[0] in PROGRAMS:
-            yield command
+        if command and (program := Path(command[0]).name) in PROGRAMS:
+            yield [program, *command[1:]]
         command = []
 
 
 def test_commands_are_found_without_comments_pipes_and_redirections() -> None:
-    text = "```sh\ncat x | dskctl generate --raw - < p.txt  # why\ndskd serve; ls\n```\n```text\ndskctl no\n```\n"
+    text = (
+        "```sh\ncat x | a/dskctl generate --raw \\\n - < p.txt  # why\ndskd serve; ls\n```\n```text\ndskctl no\n```\n"
+    )
     assert list(command_lines(text)) == [["dskctl", "generate", "--raw", "-"], ["dskd", "serve"]]
 
 

@@ -374,6 +374,15 @@ async def test_without_a_name_the_model_must_be_the_only_one(tmp_path: Path, cod
 
 
 @asynchronous
+async def test_without_a_loaded_model_the_configured_ones_are_named(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        await service.control.UnloadModel(control_pb2.UnloadModelRequest(model="m"))
+        code, message, _ = await refusal(service.inference.Generate(GenerateRequest(prompt="x")))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert message.endswith("no model is loaded: `dskctl load NAME`; configured: m (unloaded)")
+
+
+@asynchronous
 async def test_a_model_that_is_not_loaded_says_so(tmp_path: Path, host: FakeHost) -> None:
     async with serving(tmp_path, {"m": host}) as service:
         await service.control.UnloadModel(control_pb2.UnloadModelRequest(model="m"))
@@ -558,7 +567,7 @@ async def test_a_switch_is_passed_on_and_its_report_returned(tmp_path: Path, hos
         prepare_ms=800.0,
         total_ms=812.0,
     )
-    assert host.switches == [(PrecisionMode.FP32, InFlight.FINISH, "rpc:unix:", True)]
+    assert host.switches == [(PrecisionMode.FP32, InFlight.FINISH, "rpc:unix", True)]
 
 
 @asynchronous
@@ -566,7 +575,7 @@ async def test_open_requests_migrate_unless_asked_otherwise(tmp_path: Path, host
     host.switch_result = SwitchReport(PrecisionMode.INT4, PrecisionMode.INT8, 6, True, True, 1.0, 0.0, 1.0)
     async with serving(tmp_path, {"m": host}) as service:
         await service.control.SwitchPrecision(control_pb2.SwitchPrecisionRequest(mode=common_pb2.PRECISION_MODE_INT8))
-    assert host.switches == [(PrecisionMode.INT8, InFlight.MIGRATE, "rpc:unix:", False)]
+    assert host.switches == [(PrecisionMode.INT8, InFlight.MIGRATE, "rpc:unix", False)]
 
 
 @pytest.mark.parametrize(
@@ -639,8 +648,8 @@ async def test_a_model_can_be_unloaded_and_loaded_again(tmp_path: Path, host: Fa
         assert loaded.model.state == control_pb2.MODEL_STATE_SERVING
         history = await service.control.GetHistory(control_pb2.GetHistoryRequest())
     assert [(entry.kind, entry.outcome, entry.actor) for entry in history.entries] == [
-        ("load", "committed", "rpc:unix:"),
-        ("unload", "committed", "rpc:unix:"),
+        ("load", "committed", "rpc:unix"),
+        ("unload", "committed", "rpc:unix"),
         ("load", "committed", "config"),
     ]
     assert (history.entries[0].to_mode, history.entries[1].from_mode) == (1, 1)
@@ -679,8 +688,9 @@ async def test_a_failed_load_is_told_kept_in_history_and_can_be_repeated(tmp_pat
 async def test_loading_from_a_path_must_be_allowed(tmp_path: Path, host: FakeHost) -> None:
     request = control_pb2.LoadModelRequest(model="new", path="/store")
     async with serving(tmp_path, {"m": host}) as service:
-        code, _, details = await refusal(service.control.LoadModel(request))
+        code, message, details = await refusal(service.control.LoadModel(request))
     assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "[server] allow_load_from_path" in message
     assert details[0].violations[0].subject == "server.allow_load_from_path"  # type: ignore[attr-defined]
 
 

@@ -314,7 +314,7 @@ async def test_plain_tcp_answers_on_loopback_and_a_port_belongs_to_one_daemon(tm
     async with listening(Address(host="127.0.0.1", port=0)) as daemon:
         (address,) = daemon.addresses
         assert (await status_over(str(address))).pid
-        with pytest.raises(StartupError, match=f"cannot listen on {address}"):
+        with pytest.raises(StartupError, match=f"cannot listen on {address}: Address already in use"):
             async with listening(address):
                 pass
 

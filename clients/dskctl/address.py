@@ -31,6 +31,8 @@ def checked_address(address: str) -> str:
     """`address` if it can be one. Raises UsageError."""
     if address.startswith(UNIX):
         return _checked_unix(address)
+    if address.startswith("/"):
+        raise UsageError(f"address {address!r}: for a socket write {UNIX}{address}")
     match = _HOST_PORT.fullmatch(address)
     if match is None or not 0 < int(match["port"]) < 65536:
         raise UsageError(f"address {address!r} is neither unix:///path nor host:port")

@@ -23,10 +23,10 @@ from dskctl.verb import Verb
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line; returns its exit code."""
-    args = build_parser().parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that lacks a character shows "?"
     try:
+        args = build_parser().parse_args(argv)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal shows "?" for what it lacks
         return _run(args)
     except UsageError as error:
         return _fail(ExitCode.USAGE, [str(error)])
@@ -125,13 +125,9 @@ def _add_common(parser: argparse.ArgumentParser, default: str | None = None) -> 
 def _epilog() -> str:
     examples = (
         "dskctl status",
-        'dskctl generate --max-tokens 64 "Once upon a time"',
+        'dskctl generate --chat --max-tokens 100 "Why is the sky blue?"',
         "dskctl switch int8",
         "dskctl --address models.example:7443 --tls-ca ca.pem status",
     )
     codes = (f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items())
     return "\n".join(["examples:", *(f"  {line}" for line in examples), "", "exit codes:", *codes])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

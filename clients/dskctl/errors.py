@@ -9,6 +9,7 @@ from google.rpc import error_details_pb2 as details_pb2
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
+from dskctl.address import UNIX
 from dskctl.exits import ExitCode
 from dskctl.words import printable
 
@@ -16,6 +17,25 @@ _EXIT_BY_CODE = {
     grpc.StatusCode.UNAVAILABLE: ExitCode.UNREACHABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: ExitCode.TIMED_OUT,
 }
+
+
+_START_ONE = "start one with `dskd serve`, or name its address with --address or $DSKD_ADDRESS"
+_BROKEN_HANDSHAKES = {
+    "WRONG_VERSION_NUMBER": ("it does not speak TLS", "leave out --tls-ca, or configure [server.tls] for the daemon"),
+    "CERTIFICATE_VERIFY_FAILED": (
+        "its certificate is not trusted",
+        "--tls-ca must name the authority that signed the certificate of the daemon",
+    ),
+    "Hostname Verification Check failed": (
+        "its certificate is for another name",
+        "use a name of the certificate's subjectAltName in --address",
+    ),
+    "Socket closed": (
+        "it closed the connection at once",
+        "it may want TLS (--tls-ca), or a certificate of this client too (--tls-cert, --tls-key)",
+    ),
+}
+"""What gRPC's text holds when the two ends do not agree on TLS: the reason in plain words, and what to do."""
 
 
 def explained(error: grpc.RpcError, address: str) -> tuple[ExitCode, list[str]]:
@@ -34,12 +54,17 @@ def explained(error: grpc.RpcError, address: str) -> tuple[ExitCode, list[str]]:
 
 
 def _unreachable_lines(text: str, address: str) -> list[str]:
+    reason, hint = _reason_and_hint(text, address)
+    return [f"no daemon reached at {address}: {reason}", hint]
+
+
+def _reason_and_hint(text: str, address: str) -> tuple[str, str]:
     """gRPC's text nests its reasons; the last one is the system's."""
-    reason = text.rpartition(": ")[2].rstrip("] ")
-    return [
-        f"no daemon reached at {address}: {reason}",
-        "start one with `dskd serve`, or name its address with --address or $DSKD_ADDRESS",
-    ]
+    if text.startswith("failed to connect") and not address.startswith(UNIX):
+        for mark, reason_and_hint in _BROKEN_HANDSHAKES.items():
+            if mark in text:
+                return reason_and_hint
+    return text.removesuffix(": OK").rpartition(": ")[2].rstrip("] "), _START_ONE
 
 
 def status_lines(status: Status) -> list[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,7 +26,7 @@ from rich.text import Text
 
 from dskapi.v1.control_pb2 import SwitchPrecisionRequest, SwitchPrecisionResponse
 from dskapi.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest, GenerateResponse, Sampling
-from dskctl.address import LONGEST_UNIX_PATH
+from dskctl.address import ADDRESS_VARIABLE, LONGEST_UNIX_PATH
 from dskctl.answer import MarkedAnswer
 from dskctl.daemon import Daemon, open_channel, relayed
 from dskctl.errors import explained
@@ -34,11 +36,12 @@ from dskctl.words import MODES, mode_word
 from dskquant.errors import StoreError
 from dskquant.store import StoreManifest, file_sha256
 
-FOLDER = Path(".demo").absolute()
+FOLDER = Path(".demo")
 STORE = FOLDER / "store"
 CONFIG = FOLDER / "dskd.toml"
 STATE = FOLDER / "state"
 LOG = FOLDER / "dskd.log"
+SOCKET_NAME = "dskd.sock"
 LOG_TAIL_LINES = 20
 
 MODEL = "smollm2"
@@ -66,11 +69,16 @@ def main() -> int:
     parser.add_argument("--gguf", type=Path, required=True, metavar="FILE", help="the model to convert and serve")
     parser.add_argument("--serve", action="store_true", help="leave the daemon running until Ctrl-C")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     FOLDER.mkdir(exist_ok=True)
-    LOG.unlink(missing_ok=True)
     try:
-        run(args.gguf, args.serve)
+        with socket_path() as path:
+            if somebody_answers(path):
+                print(f"demo: a daemon already answers on {path}; stop it first (make serve?)", file=sys.stderr)
+                return 1
+            LOG.unlink(missing_ok=True)
+            run(args.gguf, f"unix://{path}", args.serve)
     except DemoError as error:
         return failed([str(error)])
     except grpc.RpcError as error:
@@ -80,20 +88,20 @@ def main() -> int:
     return 0
 
 
-def run(gguf: Path, serve: bool) -> None:
+def run(gguf: Path, address: str, serve: bool) -> None:
     heading("Convert the model")
     convert(gguf)
-    with socket_path() as socket:
-        address = f"unix://{socket}"
-        heading("Start the daemon")
-        write_config(address)
-        with running_daemon() as process, open_channel(address) as channel:
-            wait_until_serving(process, channel)
-            if serve:
-                wait_for_ctrl_c(process, address)
-            else:
-                heading("An answer, switched while it streams")
-                show_switched_answer(Daemon.over(channel))
+    heading("Start the daemon")
+    write_config(address)
+    if not serve:
+        shutil.rmtree(STATE, ignore_errors=True)  # the demo starts in its first mode, whatever it ended in before
+    with running_daemon() as process, open_channel(address) as channel:
+        wait_until_serving(process, channel)
+        if serve:
+            wait_for_ctrl_c(process, address)
+        else:
+            heading("An answer, switched while it streams")
+            show_switched_answer(Daemon.over(channel))
 
 
 def failed(lines: list[str]) -> int:
@@ -112,10 +120,19 @@ def heading(text: str) -> None:
 
 def announced(*command: str) -> list[str]:
     """The command to run, shown. Raises DemoError when it is not installed."""
-    if shutil.which(command[0]) is None:
-        raise DemoError(f"no command {command[0]!r}; install it with: pip install '.[daemon]'")
-    console.print(f"$ {shlex.join(command)}", soft_wrap=True)
-    return list(command)
+    program, *arguments = command
+    line = [path_of(program), *arguments]
+    console.print(f"$ {shlex.join(line)}", soft_wrap=True)
+    return line
+
+
+def path_of(program: str) -> str:
+    """Where a program is, from here if it is below: the reader's PATH need not be ours. Raises DemoError."""
+    found = shutil.which(program)
+    if found is None:
+        raise DemoError(f"no command {program!r}; install it from the source directory with: pip install '.[daemon]'")
+    path = Path(found)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else found
 
 
 def convert(gguf: Path) -> None:
@@ -141,24 +158,29 @@ def is_whole(store: Path) -> bool:
 @contextmanager
 def socket_path() -> Iterator[Path]:
     """Beside the rest, or in a temporary folder where that path is too long for a socket."""
-    beside = FOLDER / "dskd.sock"
+    beside = (FOLDER / SOCKET_NAME).absolute()
     if len(bytes(beside)) <= LONGEST_UNIX_PATH:
         yield beside
         return
     with tempfile.TemporaryDirectory(prefix="dskd-") as folder:
-        yield Path(folder) / beside.name
+        yield Path(folder) / SOCKET_NAME
+
+
+def somebody_answers(path: Path) -> bool:
+    """A daemon listens on that socket; the file alone may be left over."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 def write_config(address: str) -> None:
-    """One model, one socket, no memory of the mode an earlier demo ended in. A JSON string is a TOML string too."""
-    shutil.rmtree(STATE, ignore_errors=True)
+    """One model, one socket; the paths start at the folder of the file. A JSON string is a TOML string too."""
     lines = (
         "[server]",
         f"listen = [{json.dumps(address)}]",
-        f"state_dir = {json.dumps(str(STATE))}",
+        f"state_dir = {json.dumps(STATE.name)}",
         "",
         f"[models.{MODEL}]",
-        f"path = {json.dumps(str(STORE))}",
+        f"path = {json.dumps(STORE.name)}",
         'resident = ["int4", "int8"]',
         f'default_mode = "{FIRST_MODE}"',
         'kv_cache_bytes = "256MiB"',
@@ -182,8 +204,9 @@ def running_daemon() -> Iterator[subprocess.Popen[bytes]]:
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     """SIGTERM, and the clean end that has to follow. Raises DemoError when it does not."""
-    heading("Stop the daemon")
-    process.terminate()
+    if process.poll() is None:
+        heading("Stop the daemon")
+        process.terminate()
     try:
         code = process.wait(STOP_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -200,27 +223,57 @@ def wait_until_serving(process: subprocess.Popen[bytes], channel: grpc.Channel) 
     health: health_pb2_grpc.HealthStub = health_pb2_grpc.HealthStub(channel)
     statuses = health.Watch(health_pb2.HealthCheckRequest(), timeout=START_LIMIT_S, wait_for_ready=True)
     threading.Thread(target=lambda: (process.wait(), statuses.cancel()), daemon=True).start()
+    reason = "it ended its answer"
     try:
         for response in relayed(statuses):
-            if response.status == health_pb2.HealthCheckResponse.SERVING:
+            if response.status == health_pb2.HealthCheckResponse.SERVING and process.poll() is None:
                 console.print("serving")
                 return
     except grpc.RpcError as error:
-        raise DemoError(f"the daemon does not serve ({error.code().name})") from error
+        reason = error.code().name
     finally:
         statuses.cancel()
+    raise DemoError(f"the daemon does not serve ({reason if process.poll() is None else 'it ended'})")
 
 
 def wait_for_ctrl_c(process: subprocess.Popen[bytes], address: str) -> None:
     """Raises DemoError when the daemon ends by itself."""
-    heading("Talk to it (Ctrl-C stops it)")
+    heading("Talk to it from another terminal (Ctrl-C here stops it)")
+    dskctl = path_of("dskctl")
+    console.print(f"export {ADDRESS_VARIABLE}={shlex.quote(address)}", soft_wrap=True)
     for command in ("status", "chat", "switch int8", "history", "watch"):
-        console.print(f"dskctl --address {address} {command}", soft_wrap=True)
-    try:
-        process.wait()
-    except KeyboardInterrupt:
-        return
+        console.print(f"{dskctl} {command}", soft_wrap=True)
+    with own_ctrl_c():
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            return
     raise DemoError("the daemon ended by itself")
+
+
+@contextmanager
+def own_ctrl_c() -> Iterator[None]:
+    """Ctrl-C reaches this program alone, and not `make`, which would call it an error: it takes the terminal in a
+    process group of its own. Ctrl-Z, which would stop this program behind the back of the shell, does nothing."""
+    if not is_in_foreground():
+        yield
+        return
+    for number in (signal.SIGTTOU, signal.SIGTSTP):  # the first stops who takes a terminal from the background
+        signal.signal(number, signal.SIG_IGN)
+    terminal, before = sys.stdin.fileno(), os.getpgrp()
+    os.setpgid(0, 0)
+    os.tcsetpgrp(terminal, os.getpgrp())
+    try:
+        yield
+    finally:
+        os.tcsetpgrp(terminal, before)
+
+
+def is_in_foreground() -> bool:
+    """Some program, say `make`, started this one in its own process group and holds the terminal."""
+    if not sys.stdin.isatty() or os.getpgrp() == os.getpid():
+        return False
+    return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
 
 
 class SwitchPlan:

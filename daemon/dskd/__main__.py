@@ -10,7 +10,8 @@ def main() -> int:
     try:
         from dskd.cli import main as run
     except ModuleNotFoundError as error:
-        print(f"dskd: no module {error.name!r}; install the rest with: pip install 'dskd[daemon]'", file=sys.stderr)
+        hint = "install the rest from the source directory with: pip install '.[daemon]'"
+        print(f"dskd: no module {error.name!r}; {hint}", file=sys.stderr)
         return 1
     return run()
 

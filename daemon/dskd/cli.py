@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _doctor(config_path, options.json) if options.verb == "doctor" else _serve(config_path, options)
     except ConfigError as error:
         for problem in error.problems:
-            print(f"dskd: {config_path or 'command line'}: {problem}", file=sys.stderr)
+            where = f"{config_path or 'command line'}: "
+            print(f"dskd: {where}{problem.removeprefix(where)}", file=sys.stderr)  # what cannot be read says its path
         return USAGE
 
 
@@ -62,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _serve(config_path: Path | None, options: argparse.Namespace) -> int:
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # the C core writes to standard error, past our log
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the C core writes to standard error, past our log
     # Imported here: `dskd doctor` has to work where the engines are not installed.
     from dskd.listen import StartupError
     from dskd.log import configure_logging

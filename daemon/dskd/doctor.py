@@ -79,7 +79,7 @@ def _package(name: str) -> Finding:
     try:
         return Finding(Level.OK, name, metadata.version(name))
     except metadata.PackageNotFoundError:
-        return Finding(Level.FAILED, name, "is not installed; install dskd with its extra: dskd[daemon]")
+        return Finding(Level.FAILED, name, "is not installed; in the source directory: pip install '.[daemon]'")
 
 
 def _configuration(path: Path | None) -> Iterator[Finding]:

@@ -40,8 +40,21 @@ def _bind_tcp(server: grpc.aio.Server, address: Address, credentials: grpc.Serve
         else:
             port = server.add_insecure_port(str(address))
     except RuntimeError as error:
-        raise StartupError(f"cannot listen on {address}: {error}") from error
+        guess = "are [server.tls] certificate and key valid?" if credentials else str(error)
+        raise StartupError(f"cannot listen on {address}: {_system_reason(address) or guess}") from error
     return Address(host=address.host, port=port)
+
+
+def _system_reason(address: Address) -> str | None:
+    """gRPC keeps to itself why it cannot bind; doing the same by hand tells, unless it succeeds."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
 
 
 def _bind_unix(server: grpc.aio.Server, path: Path, mode: int) -> Address:

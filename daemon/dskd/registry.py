@@ -86,7 +86,10 @@ class ModelRegistry:
         loaded = [entry for entry in self.entries() if entry.host is not None]
         if len(loaded) == 1:
             return loaded[0]
-        names = ", ".join(entry.name for entry in loaded) or "none"
+        if not loaded:
+            known = ", ".join(f"{entry.name} ({entry.state.value})" for entry in self.entries()) or "none"
+            raise InvalidArgumentError("model", f"no model is loaded: `dskctl load NAME`; configured: {known}")
+        names = ", ".join(entry.name for entry in loaded)
         raise InvalidArgumentError("model", f"must be named, unless exactly one model is loaded; loaded: {names}")
 
     def add(self, name: str, config: ModelConfig) -> None:

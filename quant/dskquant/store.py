@@ -69,7 +69,7 @@ class StoreManifest:
         path = store / MANIFEST
         try:
             raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise StoreError(f"{store} is not a model store: no {MANIFEST}; make one with `dskquant convert`") from None
         except (OSError, ValueError) as error:
             raise StoreError(f"{path}: cannot be read: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ CACHE_BLOCKS = 600
 CASES = {"decode, 1 stream": (1, 32, 16), "decode, 8 streams": (8, 32, 10), "prefill 512": (1, 512, 1)}
 """Streams, prompt tokens, new tokens."""
 
-REPEATS = 4
+REPEATS = 3
 
 Run = Callable[[int, int, int], float]
 """Seconds a step (of decode), or of the whole (with one new token), for streams, prompt tokens and new tokens."""
@@ -42,6 +43,7 @@ def measure(store: Path, plain: dict[PrecisionMode, Path]) -> Section:
             rate = {key: (streams if new > 1 else prompt) / value for key, value in seconds.items()}
             ratios = [f"{rate[key] / rate['GenAI']:.2f}x" for key in ("shared", "separate")]
             rows.append([mode.value, name, *(f"{rate[key]:.1f}" for key in ("shared", "separate", "GenAI")), *ratios])
+            print(*rows[-1], sep="\t", file=sys.stderr, flush=True)
     return Section(
         "Speed against OpenVINO GenAI",
         "Tokens a second, 1.5B random Llama, group 128, dynamic activations of group 128, 8-bit KV cache, all cores. "

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from tests.bench.report import Section
 
-from dskd.config import ModelConfig, SchedulerConfig
+from dskd.config import ModelConfig, ProofConfig, SchedulerConfig
 from dskd.engine.request import GenerationRequest, InFlight
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
@@ -38,6 +38,7 @@ async def _manager(store: Path, resident: Sequence[PrecisionMode]) -> AsyncItera
         default_mode=resident[0],
         kv_cache_bytes=ByteSize(512 << 20),
         on_demand_ttl_s=0.0,
+        proof=ProofConfig(max_kl=100.0, min_agreement=0.0),  # random weights have next to no opinion to agree on
     )
     with tempfile.TemporaryDirectory() as state:
         manager = QuantizerManager(

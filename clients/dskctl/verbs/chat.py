@@ -11,6 +11,7 @@ import grpc
 
 from dskapi.v1.control_pb2 import SwitchPrecisionRequest
 from dskapi.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest
+from dskctl import interrupt
 from dskctl.daemon import Daemon
 from dskctl.errors import explained
 from dskctl.options import add_generation, generation_request, utf8
@@ -44,7 +45,7 @@ class Conversation:
         if name in self._commands:
             self._commands[name](argument.strip())
         elif name.startswith("/"):
-            self._printer.note(HELP)
+            self._printer.note(f"no command {name}; there are: {HELP}")
         elif name:
             self._say(line)
 
@@ -67,6 +68,7 @@ class Conversation:
                     text += response.text
                     view.write(response)
         except KeyboardInterrupt:
+            interrupt.handled()
             self._printer.note("")
         return text
 
@@ -138,6 +140,7 @@ def _read_line(printer: Printer) -> str:
     except EOFError:
         return "/quit"
     except KeyboardInterrupt:
+        interrupt.handled()
         printer.note("")
         return ""
 

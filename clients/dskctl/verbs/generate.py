@@ -83,8 +83,8 @@ VERB = Verb(
     usage="dskctl generate [options] [MODEL] PROMPT",
     help="stream an answer and show which mode made which stretch of it",
     examples=(
-        'dskctl generate "Once upon a time"',
-        'dskctl generate --chat --max-tokens 200 smollm2 "Why is the sky blue?"',
+        'dskctl generate --chat --max-tokens 100 "Why is the sky blue?"',
+        'dskctl generate --max-tokens 64 smollm2 "Once upon a time"',
         'dskctl generate --precision fp32 --temperature 0.7 --seed 1 "A haiku:"',
         "dskctl generate --raw - < prompt.txt",
         "dskctl generate --tokens 1,2,3 --logprobs 3 --json",

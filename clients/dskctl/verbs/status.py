@@ -24,7 +24,7 @@ def as_text(status: GetStatusResponse) -> RenderableType:
     """The daemon, its models, their modes."""
     parts: list[RenderableType] = [_daemon_line(status), ""]
     if not status.models:
-        return Group(*parts, "no model is loaded")
+        return Group(*parts, "no model is loaded; `dskctl models` lists those that can be")
     return Group(*parts, models_table(status), "", modes_table(status), *_remarks(status))
 
 

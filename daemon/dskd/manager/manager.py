@@ -85,7 +85,7 @@ class QuantizerManager:
         except BaseException:
             await asyncio.to_thread(self._residency.close)
             raise
-        self._releasing = self._spawn(self._residency.release_unused(config.resident, config.on_demand_ttl_s))
+        self._spawn(self._residency.release_unused(config.resident, config.on_demand_ttl_s))
 
     def _starting_mode(self) -> PrecisionMode:
         default = self._config.default_mode
@@ -130,8 +130,7 @@ class QuantizerManager:
         """
         self._closing = True
         aborted = await asyncio.wrap_future(self._loop.drain(grace_s))
-        await self._residency.builds_ended()
-        self._releasing.cancel()
+        await self._residency.settle()
         while self._background:
             await asyncio.wait(self._background)
         await asyncio.to_thread(self._loop.stop)

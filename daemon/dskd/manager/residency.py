@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import structlog
@@ -49,6 +49,7 @@ class Residency:
         self._residents: dict[GraphKey, Resident] = {}
         self._builds: dict[GraphKey, asyncio.Task[Build]] = {}
         self._held: Counter[GraphKey] = Counter()
+        self._settling = asyncio.Event()
 
     def has(self, mode: PrecisionMode) -> bool:
         """Whether `mode` could serve at once."""
@@ -103,18 +104,18 @@ class Residency:
             self._held[self._key(mode)] -= 1
 
     async def release_unused(self, kept: Collection[PrecisionMode], ttl_s: float) -> None:
-        """Runs for ever: gives back the memory of graphs, other than those of `kept`, unused for `ttl_s` seconds."""
+        """Until `settle`, gives back the memory of graphs, other than those of `kept`, unused for `ttl_s` seconds."""
         kept_keys = {self._key(mode) for mode in kept}
-        while True:
-            await asyncio.sleep(min(max(ttl_s / 4, 0.05), LONGEST_NAP_S))
+        while not await self._settles_within(min(max(ttl_s / 4, 0.05), LONGEST_NAP_S)):
             for key in self._residents.keys() - kept_keys:
                 if self._is_used(key):
                     self._residents[key].asked = time.monotonic()
                 elif time.monotonic() - self._residents[key].asked >= ttl_s:
                     await self._release(key)
 
-    async def builds_ended(self) -> None:
-        """Waits for the builds under way, whatever becomes of them."""
+    async def settle(self) -> None:
+        """Ends the releasing, and waits for the builds under way, whatever becomes of them."""
+        self._settling.set()
         while self._builds:
             await asyncio.wait(self._builds.values())
 
@@ -124,6 +125,11 @@ class Residency:
         for resident in self._residents.values():
             resident.graph.close()
         self._residents.clear()
+
+    async def _settles_within(self, seconds: float) -> bool:
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._settling.wait(), seconds)
+        return self._settling.is_set()
 
     async def _build_and_install(self, key: GraphKey) -> Build:
         name = _name(key)
@@ -155,9 +161,6 @@ class Residency:
         except FailedPreconditionError:  # it has become the active one since we looked
             self._residents[key] = resident
             return
-        except asyncio.CancelledError:
-            self._residents[key] = resident  # `close` comes next
-            raise
         await asyncio.to_thread(resident.graph.close)
         memory.give_back()
         self._events.publish("mode.released", self._model, f"{_name(key)} is released", mode=_name(key))

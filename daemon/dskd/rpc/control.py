@@ -81,7 +81,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
     def _config_from_path(self, request: control_pb2.LoadModelRequest) -> ModelConfig:
         if not self._config.allow_load_from_path:
             raise FailedPreconditionError(
-                "server.allow_load_from_path", "the configuration does not allow to load a model from a path"
+                "server.allow_load_from_path",
+                "the configuration does not allow to load a model from a path ([server] allow_load_from_path)",
             )
         if not MODEL_NAME.fullmatch(request.model):
             raise InvalidArgumentError("model", f"{request.model!r} is no name; allowed: {MODEL_NAME.pattern}")
@@ -133,7 +134,8 @@ def _lost_message(subscription: Subscription, told: int) -> control_pb2.Event:
 
 
 def _actor(context: Context) -> str:
-    return f"rpc:{context.peer()}"
+    """`rpc:unix` or `rpc:ipv4:127.0.0.1:50412`; the other end of a unix socket has no name."""
+    return f"rpc:{context.peer().rstrip(':')}"
 
 
 def _ms_since(started: float) -> float:

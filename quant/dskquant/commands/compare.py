@@ -16,7 +16,9 @@ from rich.table import Table
 from dskquant.comparison import ModeQuality, compare_modes, encode_text
 from dskquant.engines import ENGINE_NAMES, load_engine
 from dskquant.engines.protocol import CompileOptions
+from dskquant.errors import SourceError
 from dskquant.modes import LADDER, PrecisionMode
+from dskquant.store import StoreManifest
 
 DESCRIPTION = """\
 Measures the precision modes of a model store against its reference, FP32, on a text: perplexity, Kullback-Leibler
@@ -58,7 +60,8 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Raises QuantError or OSError when the store or the text cannot be used."""
-    tokens = encode_text(options.store, options.data.read_text(encoding="utf-8", errors="replace"), options.tokens)
+    StoreManifest.read(options.store)  # what is no store is refused before anything else is looked at
+    tokens = encode_text(options.store, _text(options.data), options.tokens)
     columns = (TextColumn("comparing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=options.quiet) as bar:
         task = bar.add_task("windows", total=None)
@@ -75,6 +78,13 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps([asdict(quality) | {"mode": quality.mode.value} for quality in qualities], indent=2))
     else:
         Console().print(_table(qualities))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}") from error
 
 
 def _table(qualities: list[ModeQuality]) -> Table:

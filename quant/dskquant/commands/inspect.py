@@ -170,7 +170,12 @@ def _is_parameter_set(path: Path) -> bool:
 
 
 def _inspect_file(path: Path) -> FileReport:
-    file = MappedSafetensors(path, StoreError)
+    try:
+        file = MappedSafetensors(path, StoreError)
+    except StoreError as error:
+        if path.suffix == ".safetensors":
+            raise
+        raise StoreError(f"{path}: not a model store, parameter set or safetensors file") from error
     tensors = [StoredTensor(name, file.dtype(name), file.shape(name), file.array(name).nbytes) for name in file.names]
     return FileReport(str(path), file.metadata, tensors)
 
