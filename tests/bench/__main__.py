@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
 from tests.bench import memory, noise, plain, report, speed, switching, synthetic
 
 from dskquant.convert import ConvertOptions, convert
@@ -41,6 +43,7 @@ def main(names: list[str]) -> None:
     unknown = [name for name in names if name not in SECTIONS]
     if unknown:
         sys.exit(f"unknown section {unknown[0]!r}; known: {', '.join(SECTIONS)}")
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     _prepare()
     for name in names or SECTIONS:
         section = SECTIONS[name]()
