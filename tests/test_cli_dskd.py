@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -100,6 +101,35 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert caught.value.code == 0
     assert "dskd serve --config etc/dskd.toml" in capsys.readouterr().out
+
+
+def test_without_standard_error_the_command_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(cli, "main", lambda: len(sys.stderr.name))
+    assert importlib.import_module("dskd.__main__").main() == len("/dev/null")
+    sys.stderr.close()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_the_process_ends_at_a_signal_and_removes_its_socket(tmp_path: Path, signals: int) -> None:
+    """`stuck` is a thread that never ends, as that of a build."""
+    (tmp_path / "dskd.toml").write_text(f"[server]\nstate_dir = {str(tmp_path)!r}\n")
+    program = (
+        "import sys, threading; from dskd.cli import main;"
+        "threading.Thread(target=threading.Event().wait, name='stuck').start();"
+        "main(['serve', '--config', 'dskd.toml', '--listen', 'unix:s'])"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            assert any("listening" in line for line in process.stderr)
+            for _ in range(signals):
+                process.terminate()
+            assert "stopped" in process.communicate(timeout=20)[1]
+        finally:
+            process.kill()
+    assert process.returncode in (0, 1)
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_socket_on_the_command_line_starts_where_the_command_was_given(

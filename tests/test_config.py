@@ -143,6 +143,11 @@ def test_all_problems_of_a_file_are_told_together() -> None:
         ("models.a = {path = 'x', resident = ['int8', 4]}", "models.a.resident[1] = 4: allowed: "),
         ("models.a = {path = 'x', resident = ['int8']}", 'models.a.default_mode: "int4" must be one of the resident'),
         ("models.a = {path = 'x', kv_cache_bytes = '2 gigs'}", 'models.a.kv_cache_bytes = "2 gigs": allowed: '),
+        *(
+            (f"models.a = {{path = 'x', kv_cache_bytes = '{'9' * digits}GiB'}}", "models.a.kv_cache_bytes = ")
+            for digits in (308, 400)  # the product, or the number itself, is beyond all floats
+        ),
+        ("models.a = {path = '~nosuchuser/x'}", 'models.a.path = "~nosuchuser/x": allowed: a path'),
         (
             "models.a = {path = 'x', proof = {min_agreement = 1.5}}",
             "models.a.proof.min_agreement = 1.5: allowed: 0 to 1",
@@ -183,6 +188,8 @@ def test_a_socket_path_too_long_for_the_system_is_told_in_time() -> None:
 def test_a_damaged_file_is_named(write: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dskd\.toml: .*line 1"):
         load_config(write("server = = 1"))
+    with pytest.raises(ConfigError, match=r"dskd\.toml: .*nested"):
+        load_config(write("a = " + "[" * 100_000))
     with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
         load_config(tmp_path / "none.toml")
 

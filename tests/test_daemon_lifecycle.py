@@ -255,9 +255,9 @@ def replace(path: Path, content: bytes) -> None:
 BROKEN: tuple[tuple[Callable[[Path], None], str], ...] = (
     (without_manifest, f"no {MANIFEST}"),
     (cut_manifest, MANIFEST),
-    (without_weights, "bin file cannot be found"),
+    (without_weights, f"{IR_BIN}: missing"),
     (cut_weights, "Incorrect weights in bin file"),
-    (cut_graph, f"{IR_XML}: not a readable OpenVINO IR: "),
+    (cut_graph, f"{IR_XML}: damaged"),
     (without_tokenizer, f"{TOKENIZER} is missing"),
     (cut_tokenizer, TOKENIZER),
     (without_parameters, "parameter_sets/default"),
@@ -278,10 +278,11 @@ async def test_a_broken_store_is_refused_with_the_reason_and_the_others_serve_on
         assert code is REFUSED
         assert str(store) in message
         assert reason in message
-        status = await client.control.GetStatus(control_pb2.GetStatusRequest(model=name))
-        assert (status.models[0].state, status.models[0].reason) == (control_pb2.MODEL_STATE_FAILED, message)
+        history = await client.control.GetHistory(control_pb2.GetHistoryRequest(model=name))
+        assert (history.entries[0].outcome, history.entries[0].reason) == ("rejected", message)
+        forgotten, _, _ = await refusal(client.control.GetStatus(control_pb2.GetStatusRequest(model=name)))
+        assert forgotten is grpc.StatusCode.NOT_FOUND
         assert (await client.answer(model=MODEL)).last.finish_reason == LENGTH
-        await until_health(client, NOT_SERVING, name)
 
 
 @asynchronous

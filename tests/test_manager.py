@@ -4,39 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from structlog.testing import capture_logs
-from tests.fake_host import asynchronous, tiny_codec
+from tests.fake_host import MANIFEST, asynchronous, tiny_codec
 from tests.fakes import FakeGraph, assert_right_answer
 
-from dskd import memory
+from dskd import memory, state_lock
 from dskd.config import ModelConfig, ProofConfig, SchedulerConfig
 from dskd.engine.request import GenerationRequest, InFlight, MadeToken, StepOutput
 from dskd.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
+from dskd.listen import StartupError
 from dskd.manager.events import Event, EventBus, Subscription
 from dskd.manager.history import History
 from dskd.manager.manager import QuantizerManager
+from dskd.manager.proof import Prover
 from dskd.manager.state_file import Committed
 from dskd.manager.types import SwitchReport
 from dskd.units import ByteSize
+from dskquant import golden
+from dskquant.divergence import Divergence
 from dskquant.engines.protocol import CompileOptions, KVCache, Logits, StepBatch, WeightSource
 from dskquant.errors import StoreError
 from dskquant.modes import LADDER, PrecisionMode
 from dskquant.parameter_set import ParameterSet
-from dskquant.store import DEFAULT_PARAMETER_SET
+from dskquant.store import DEFAULT_PARAMETER_SET, GOLDEN, IR_BIN, TOKENIZER, file_sha256
 
 INT4, INT8, FP16, FP32 = LADDER
 MIGRATE, FINISH = InFlight.MIGRATE, InFlight.FINISH
 PROMPT = (1, 2, 3)
+WEIGHTS = "0" * 64
+"""What a store says is the digest of its weights."""
 LONG_AGO, NEVER = 0.0, 1e6
 """Seconds an unused mode is kept."""
 
@@ -146,12 +155,14 @@ class Bench:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """What a manager reads of a store: a tokenizer for the golden prompts, and the manifest of a parameter set."""
+    """What a manager reads of a store: a manifest, a tokenizer for the golden prompts, and a parameter set."""
     folder = tmp_path / "store"
     parameters = folder / DEFAULT_PARAMETER_SET
     parameters.mkdir(parents=True)
     tiny_codec(folder)
-    ParameterSet(parameters, "toy", "0" * 64, {}, {}).write_manifest()
+    (folder / IR_BIN).touch()
+    replace(MANIFEST, sha256={IR_BIN: WEIGHTS, TOKENIZER: file_sha256(folder / TOKENIZER)}).write(folder)
+    ParameterSet(parameters, "toy", WEIGHTS, {}, {}).write_manifest()
     return folder
 
 
@@ -318,6 +329,28 @@ async def test_a_mode_that_answers_no_numbers_is_refused(store: Path) -> None:
         assert await bench.modes_of_an_answer() == {FP32}
 
 
+@pytest.mark.parametrize("damaged", ["reference", "served"])
+def test_a_distance_to_no_number_is_none(damaged: str) -> None:
+    logits = {"reference": np.zeros((2, 3), np.float32), "served": np.zeros((2, 3), np.float32)}
+    logits[damaged][1, 2] = np.nan
+    assert not Divergence.between(**logits).finite
+
+
+def test_figures_that_are_no_numbers_pass_no_limit(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = ToyGraph({FP32})
+    figures = Divergence(1, math.nan, math.nan, math.nan, finite=True)
+    monkeypatch.setattr(Divergence, "between", lambda *_: figures)
+    with pytest.raises(FailedPreconditionError, match="its mean KL to the reference is nan"):
+        Prover(golden.read(store), ToyEngine(), TOY_PROOF).prove(graph)
+
+
+def test_a_reference_that_is_no_number_is_refused(store: Path) -> None:
+    positions = sum(min(golden.SCORED, len(prompt)) for prompt in golden.encode_prompts(store))
+    save_file({golden.LOGITS: np.full((positions, 2), np.nan, np.float32)}, store / GOLDEN)
+    with pytest.raises(StoreError, match="an answer of the reference is not finite"):
+        golden.read(store)
+
+
 @asynchronous
 async def test_a_mode_too_far_from_the_reference_is_refused_with_the_figures(store: Path) -> None:
     async with serving(store) as bench:
@@ -388,7 +421,17 @@ async def test_a_new_default_in_the_configuration_replaces_the_committed_mode(st
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"null", b"[]", b"{}", b'"int8"', b"\xff", b'{"mode": "int5", "default_mode": "int4", "hash": ""}'],
+    [
+        b"",
+        b"{",
+        b"[" * 100_000,
+        b"null",
+        b"[]",
+        b"{}",
+        b'"int8"',
+        b"\xff",
+        b'{"mode": "int5", "default_mode": "int4", "hash": ""}',
+    ],
 )
 @asynchronous
 async def test_a_damaged_state_file_is_told_and_replaced(store: Path, content: bytes) -> None:
@@ -404,6 +447,57 @@ async def test_a_damaged_state_file_is_told_and_replaced(store: Path, content: b
     assert error["path"] == str(path)
     async with serving(store) as bench:
         assert bench.mode is INT8
+
+
+@asynchronous
+async def test_a_committed_mode_that_cannot_be_built_gives_way_to_the_default(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log and history tell why."""
+    async with serving(store) as bench:
+        await bench.switch(FP32)
+    monkeypatch.setattr(ToyEngine, "estimate_bytes", lambda _, store, modes, options: 1 << 60 if FP32 in modes else 0)
+    with capture_logs() as lines:
+        async with serving(store) as bench:
+            assert await bench.modes_of_an_answer() == {INT4}
+            (entry,) = bench.history.newest("m", 10)
+    (error,) = (line for line in lines if line["log_level"] == "error")
+    assert error["event"].startswith("committed mode lost")
+    assert (entry.outcome, entry.from_mode, entry.to_mode, entry.actor) == ("rejected", INT4, FP32, "daemon")
+    assert error["reason"] == entry.reason
+    assert entry.reason.startswith("loading fp32 needs")
+
+
+def test_a_second_daemon_on_a_state_directory_is_refused(tmp_path: Path) -> None:
+    state_lock.hold(tmp_path / "state")
+    with pytest.raises(StartupError, match="another dskd uses state_dir"):
+        state_lock.hold(tmp_path / "state")
+
+
+def test_a_state_directory_that_cannot_be_used_is_told_and_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("no folder")
+    with capture_logs() as lines:
+        state_lock.hold(tmp_path / "state")
+    assert [line["log_level"] for line in lines] == ["warning"]
+
+
+# The store
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda store: (store / IR_BIN).unlink(), r"openvino_model\.bin: missing"),
+        (lambda store: (store / TOKENIZER).write_text("{}"), r"tokenizer\.json: damaged"),
+        (lambda store: MANIFEST.write(store), r"sha256 does not list openvino_model\.bin"),
+        (lambda store: replace(MANIFEST, sha256={IR_BIN: "1" * 64}).write(store), "made for other weights"),
+    ],
+)
+@asynchronous
+async def test_a_damaged_store_is_refused(store: Path, damage: Callable[[Path], object], reason: str) -> None:
+    damage(store)
+    with pytest.raises(StoreError, match=reason):
+        await new_manager(store, ToyEngine(), EventBus(), History()).start()
 
 
 # Modes on demand

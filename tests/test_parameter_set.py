@@ -79,6 +79,7 @@ def test_a_missing_file_is_named(directory: Path) -> None:
     [
         (lambda manifest: manifest.update(format_version=2), "format_version 2; this version reads 1"),
         (lambda manifest: manifest.pop("tensors"), "'tensors'"),
+        (lambda manifest: manifest.update(sha256=[]), "not a readable parameter set"),
         (lambda manifest: manifest.update(tensors=[]), "not a readable parameter set"),
         (lambda manifest: manifest["tensors"][GATE].update(role="bias"), "'bias' is not a valid Role"),
         (lambda manifest: manifest["tensors"][GATE].update(shape=[0, 64]), "not the sizes of a matrix"),
@@ -93,7 +94,7 @@ def test_a_damaged_manifest_is_refused(directory: Path, edit: Callable[[dict[str
         parameter_set.read(directory)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"set"'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"set"', "[" * 100_000])
 def test_a_manifest_that_is_none_is_refused(directory: Path, text: str) -> None:
     (directory / MANIFEST).write_text(text)
     with pytest.raises(StoreError, match="not a readable parameter set"):

@@ -272,12 +272,28 @@ WRONG_REQUESTS: list[tuple[GenerateRequest, str, str]] = [
     ),
     (GenerateRequest(tokens=inference_pb2.TokenIds()), "tokens", "must not be empty"),
     (GenerateRequest(prompt="x" * 1000), "prompt", "1000 tokens; the context of the model holds 1000"),
+    (
+        GenerateRequest(prompt="x" * 5001),
+        "prompt",
+        "5001 bytes; the context of the model holds 1000 tokens of at most 5",
+    ),
+    (
+        GenerateRequest(chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="u", content="x" * 5000)])),
+        "chat",
+        "5001 bytes",
+    ),
+    (
+        GenerateRequest(chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="u")] * 10_001)),
+        "chat.messages",
+        "10001 messages; at most 10000",
+    ),
     (GenerateRequest(prompt="x", max_new_tokens=0), "max_new_tokens", "0 is not allowed; allowed: at least 1"),
     (GenerateRequest(prompt="x", max_new_tokens=-1), "max_new_tokens", "-1 is not allowed"),
     (GenerateRequest(prompt="x", top_logprobs=21), "top_logprobs", "allowed: at least 0, at most 20"),
     (GenerateRequest(prompt="x", top_logprobs=-1), "top_logprobs", "-1 is not allowed"),
     (GenerateRequest(prompt="x", stop=["s"] * 17), "stop", "17 strings; at most 16"),
     (GenerateRequest(prompt="x", stop=["a", ""]), "stop[1]", "must not be empty"),
+    (GenerateRequest(prompt="x", stop=["a", "s" * 1025]), "stop[1]", "1025 characters; at most 1024"),
     (GenerateRequest(prompt="x", precision=9), "precision", "9 is no precision mode; known: 1 (int4)"),  # type: ignore[arg-type]
     *(
         (GenerateRequest(prompt="x", sampling={name: value}), f"sampling.{name}", "allowed: ")
@@ -709,6 +725,24 @@ async def test_a_model_loaded_from_a_path_is_known_from_then_on(tmp_path: Path, 
         assert (loaded.model.name, loaded.model.path) == ("new", "/store")
         listed = await service.control.ListModels(control_pb2.ListModelsRequest())
         assert [model.name for model in listed.models] == ["m", "new"]
+
+
+@asynchronous
+async def test_a_mistyped_path_does_not_keep_the_name(tmp_path: Path, codec: TextCodec) -> None:
+    hosts = {"m": FakeHost(codec)}
+    async with serving(tmp_path, hosts, allow_load_from_path=True) as service:
+        hosts["new"] = FakeHost(codec)
+        hosts["new"].load_result = StoreError("no store")
+        wrong = control_pb2.LoadModelRequest(model="new", path="/stroe")
+        code, message, _ = await refusal(service.control.LoadModel(wrong))
+        assert (code, message) == (grpc.StatusCode.FAILED_PRECONDITION, "no store")
+        assert [entry.name for entry in service.daemon.registry.entries()] == ["m"]
+        hosts["new"] = FakeHost(codec)
+        await service.control.LoadModel(control_pb2.LoadModelRequest(model="new", path="/store"))
+        await service.control.UnloadModel(control_pb2.UnloadModelRequest(model="new"))
+        hosts["new"] = FakeHost(codec)
+        loaded = await service.control.LoadModel(control_pb2.LoadModelRequest(model="new", path="/other"))
+        assert loaded.model.path == "/other"
 
 
 @pytest.mark.parametrize("limit", [-1, 10_001])

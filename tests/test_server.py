@@ -19,6 +19,7 @@ from structlog.testing import capture_logs
 from tests.fake_host import FakeHost, Service, asynchronous, output, outputs, serving, tiny_codec
 
 from dskapi.v1 import control_pb2, control_pb2_grpc, inference_pb2
+from dskd import server
 from dskd.address import Address
 from dskd.config import Config, ServerConfig, TlsConfig
 from dskd.engine.request import FinishReason
@@ -222,6 +223,33 @@ async def test_a_load_is_given_up_at_the_end(tmp_path: Path, host: FakeHost) -> 
     async with serving(tmp_path, {"m": host}) as service:
         assert await service.end() == CLEAN
         assert service.daemon.registry.get("m").state.value == "unloaded"
+
+
+class StubbornHost(FakeHost):
+    """Its load cannot be cancelled at once, as that of a model with a build under way."""
+
+    async def load(self) -> None:
+        try:
+            await super().load()
+        finally:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(("stops", "code"), [(1, CLEAN), (2, FORCED)])
+@asynchronous
+async def test_a_build_is_not_waited_for(
+    tmp_path: Path, codec: TextCodec, monkeypatch: pytest.MonkeyPatch, stops: int, code: int
+) -> None:
+    monkeypatch.setattr(server, "LAST_WORDS_S", 0.05)
+    host = StubbornHost(codec)
+    host.load_result = asyncio.Event()
+    async with serving(tmp_path, {"m": host}, grace_s=0.05 if stops == 1 else 1000.0) as service:
+        await asyncio.sleep(0)  # the load begins
+        ending = service.end()
+        await until_health(service, "", NOT_SERVING)
+        for _ in range(stops - 1):
+            service.daemon.stop()
+        assert await ending == code
 
 
 @asynchronous

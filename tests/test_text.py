@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tokenizers.processors import TemplateProcessing
 
 from dskd.errors import FailedPreconditionError, InvalidArgumentError
+from dskd.text import chat
 from dskd.text.detokenizer import IncrementalDetokenizer
 from dskd.text.stop import StopMatcher
 from dskd.text.tokenizer import TextCodec
@@ -318,13 +319,35 @@ def test_a_template_can_tell_the_date(tmp_path: Path) -> None:
         ("{{ 1 // 0 }}", "zero"),
         ("{{ messages.append(1) }}", "append"),
         ("{{ ''.__class__.__mro__ }}", "__class__"),
-        ("{% for i in range(100000000) %}x{% endfor %}", "Range too big"),
     ],
 )
 def test_what_a_template_refuses_is_a_mistake_of_the_messages(tmp_path: Path, template: str, reason: str) -> None:
     with pytest.raises(InvalidArgumentError, match=re.escape(reason)) as refusal:
         rendering(tmp_path, template).render_chat(HELLO)
     assert refusal.value.field == "chat.messages"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for i in range(10001) %}x{% endfor %}", "a range of 10001 numbers; at most 10000"),
+        (
+            "{% for i in range(10000) %}{% for i in range(10000) %}{% set x = i %}{% endfor %}{% endfor %}",
+            "more than 0.05 s",
+        ),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+            "more than 0.05 s",
+        ),
+    ],
+)
+def test_a_template_that_asks_too_much_is_given_up(
+    tmp_path: Path, template: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "RENDER_S", 0.05)
+    with pytest.raises(FailedPreconditionError, match=re.escape(reason)) as refusal:
+        rendering(tmp_path, template).render_chat(HELLO)
+    assert refusal.value.subject == "chat template"
 
 
 def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:

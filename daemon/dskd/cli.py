@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +75,20 @@ def _serve(config_path: Path | None, options: argparse.Namespace) -> int:
     config = load_config(config_path, _overrides(options))
     configure_logging(config.log)
     try:
-        return asyncio.run(serve(config, host_factory(config)))
+        return asyncio.run(_live(serve(config, host_factory(config))))
     except StartupError as error:
         print(f"dskd: {error}", file=sys.stderr)
         return FAILED
+
+
+async def _live(life: Coroutine[Any, Any, int]) -> int:
+    """Ends the process with the exit code of `life`: leaving the event loop would wait for builds and other threads."""
+    code = await life
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody may be reading any more
+            stream.flush()
+    os._exit(code)
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, dict[str, Any]]:

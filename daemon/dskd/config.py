@@ -200,6 +200,6 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file. Raises ConfigError when it cannot be read or is no TOML."""
     try:
         return tomli.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError([f"{path}: {reason}"]) from error

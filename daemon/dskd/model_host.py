@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
+from dskd import state_lock
 from dskd.config import Config, ModelConfig
 from dskd.engine.request import GenerationRequest, InFlight, StepOutput
 from dskd.host import HostFactory, ModelHost
@@ -19,7 +20,11 @@ from dskquant.store import StoreManifest
 
 
 def host_factory(config: Config) -> HostFactory:
-    """Makes the hosts of the models of a daemon that is configured by `config`."""
+    """Makes the hosts of the models of a daemon that is configured by `config`, and holds its state directory.
+
+    Raises StartupError when another daemon holds it.
+    """
+    state_lock.hold(config.server.state_dir)
 
     def make_host(name: str, model: ModelConfig, events: EventBus, history: History) -> ModelHost:
         return StoredModelHost(name, model, config, events, history)

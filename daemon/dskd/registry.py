@@ -37,6 +37,7 @@ class ModelEntry:
 
     name: str
     config: ModelConfig
+    from_path: bool = False  # not of the configuration: forgotten when its load fails
     state: ModelState = ModelState.UNLOADED
     reason: str = ""  # why the state is FAILED
     host: ModelHost | None = None  # set while SERVING and UNLOADING
@@ -93,10 +94,16 @@ class ModelRegistry:
         raise InvalidArgumentError("model", f"must be named, unless exactly one model is loaded; loaded: {names}")
 
     def add(self, name: str, config: ModelConfig) -> None:
-        """Makes a model known. Raises InvalidArgumentError when the name belongs to one with another configuration."""
-        entry = self._entries.setdefault(name, ModelEntry(name, config))
-        if entry.config != config:
-            raise InvalidArgumentError("model", f"{name!r} is the name of the model at {entry.config.path}")
+        """Makes a model known, until a load of it fails; replaces one that was made known so and is not loaded.
+
+        Raises InvalidArgumentError when the name belongs to another one.
+        """
+        known = self._entries.get(name)
+        if known is not None and known.config == config:
+            return
+        if known is not None and not (known.from_path and known.state in LOADABLE):
+            raise InvalidArgumentError("model", f"{name!r} is the name of the model at {known.config.path}")
+        self._entries[name] = ModelEntry(name, config, from_path=True)
 
     async def load(self, name: str, actor: str) -> None:
         """Loads a model. The load goes on when the caller is cancelled. Raises what `start_load` and the host raise."""
@@ -127,6 +134,8 @@ class ModelRegistry:
             raise
         except Exception as error:
             self._fail(entry, "load", actor, error)
+            if entry.from_path:
+                del self._entries[entry.name]
             raise
         entry.host = host
         first = host.snapshot()

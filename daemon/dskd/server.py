@@ -29,7 +29,8 @@ from dskd.states import ModelState
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 
 LAST_WORDS_S = 1.0
-"""Time for streams to carry their last responses and statuses after the models are gone."""
+"""Time for streams to carry their last responses and statuses after the models are gone, and for models to go after
+the grace period: a build cannot be stopped, and is left to the end of the process."""
 
 CLEAN, FORCED = 0, 1
 """Exit codes: everything finished within the grace period or was told so; a second signal cut it short."""
@@ -53,6 +54,7 @@ class Daemon:
         self.addresses: tuple[Address, ...] = ()  # those really bound
         self._gate = Gate(config.server.max_concurrent_requests)
         self._health = health.aio.HealthServicer()
+        self._inference = InferenceService(self.registry, self._gate)
         self._server = self._make_server()
         self._stop_asked = asyncio.Event()
         self._force_asked = asyncio.Event()
@@ -95,21 +97,28 @@ class Daemon:
         forced = await self._drain()
         self.events.publish(DAEMON_STOPPED, "", "the daemon has stopped")
         await self._server.stop(0 if forced else LAST_WORDS_S)
+        self._inference.close()
         await self._end_readiness()
         log.info("stopped", forced=forced)
         return FORCED if forced else CLEAN
 
     async def _drain(self) -> bool:
-        """Unloads all models within the grace period; True when it was cut short."""
-        closing = asyncio.create_task(self.registry.close(self.config.server.grace_s))
+        """Unloads all models, or gives up soon after the grace period; True when a second signal cut it short."""
+        grace_s = self.config.server.grace_s
+        closing = asyncio.create_task(self.registry.close(grace_s))
         force = asyncio.create_task(self._force_asked.wait())
-        await asyncio.wait({closing, force}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({closing, force}, timeout=grace_s + LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
         force.cancel()
         if closing.done():
             log.info("drained", aborted_requests=closing.result())
             return False
         closing.cancel()
-        await self.registry.abort()
+        if not self._force_asked.is_set():
+            log.warning("gave up waiting for the models")
+            return False
+        aborting = asyncio.create_task(self.registry.abort())
+        await asyncio.wait({aborting}, timeout=LAST_WORDS_S)
+        aborting.cancel()
         return True
 
     async def _follow_readiness(self) -> None:
@@ -142,7 +151,7 @@ class Daemon:
             ],
         )
         control = ControlService(self.config.server, self.registry, self.events, self.history)
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self.registry, self._gate), server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
         control_pb2_grpc.add_ControlServicer_to_server(control, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(SERVICES, server)

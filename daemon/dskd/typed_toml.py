@@ -128,12 +128,20 @@ def _scalar(hint: Any, value: Any, base: Path) -> Any:
     if hint is float and type(value) is int:
         return float(value)
     if hint is Path and isinstance(value, str) and value:
-        return base / Path(value).expanduser()
+        return base / _expanded(value)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint(_constrained(value, OneOf(tuple(member.value for member in hint))))
     if type(value) is not hint:
         raise ValueError(f"allowed: {_describe(hint)}")
     return value
+
+
+def _expanded(text: str) -> Path:
+    """`text` as a path, "~" and "~user" replaced. Raises ValueError when there is no such user."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"allowed: a path; {error}") from error
 
 
 def _constrained(value: Any, constraint: Constraint) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -24,7 +25,8 @@ class ByteSize(int):
 def _parse(text: str) -> int | None:
     match = _AMOUNT.fullmatch(text)
     factor = _FACTORS.get(match[2].upper()) if match else None
-    return int(float(match[1]) * factor) if match and factor else None
+    amount = float(match[1]) * factor if match and factor else math.inf
+    return int(amount) if amount < math.inf else None
 
 
 def format_bytes(amount: int) -> str:

@@ -45,7 +45,7 @@ class Divergence:
     @classmethod
     def between(cls, reference: NDArray[Any], served: NDArray[Any]) -> Divergence:
         """Of the logits [positions, V] of the reference and of the served mode."""
-        if not np.isfinite(served).all():
+        if not (np.isfinite(reference).all() and np.isfinite(served).all()):
             return cls(len(served), float("inf"), float("inf"), 0.0, finite=False)
         kl = kl_divergence(log_softmax(reference), log_softmax(served))
         same = reference.argmax(axis=-1) == served.argmax(axis=-1)

@@ -67,7 +67,10 @@ def read(store: Path) -> Golden:
     positions = sum(min(SCORED, len(prompt)) for prompt in prompts)
     if len(shape) != 2 or shape[0] != positions or file.dtype(LOGITS) != "F32":
         raise StoreError(f"{path}: no logits of {positions} positions in FP32; convert the model again")
-    return Golden(prompts, file.array(LOGITS))
+    reference = file.array(LOGITS)
+    if not np.isfinite(reference).all():
+        raise StoreError(f"{path}: damaged: an answer of the reference is not finite; convert the model again")
+    return Golden(prompts, reference)
 
 
 def create(store: Path, engine: Engine) -> None:

@@ -155,7 +155,7 @@ def read(directory: Path) -> ParameterSet:
         tensors = {name: _read_scheme(item) for name, item in raw["tensors"].items()}
         files = {_plain_file_name(name): str(digest) for name, digest in raw["sha256"].items()}
         return ParameterSet(directory, raw["model_id"], raw["weights_sha256"], tensors, files, raw["provenance"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SchemeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SchemeError) as error:
         raise StoreError(f"{path}: not a readable parameter set: {type(error).__name__}: {error}") from error
 
 

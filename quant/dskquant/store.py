@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from dskquant.errors import StoreError
+from dskquant.errors import SourceError, StoreError
+from dskquant.fields import Fields
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -31,6 +32,20 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 GOLDEN = "golden.safetensors"
 DEFAULT_PARAMETER_SET = Path("parameter_sets") / "default"
+
+TEXTS = ("model_id", "architecture", "dtype")
+COUNTS = (
+    "num_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "context_length",
+)
+LARGEST_COUNT = 2**31 - 1
+MOST_PARAMETERS = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +72,12 @@ class StoreManifest:
 
     @property
     def weights_sha256(self) -> str:
-        """Digest of the stored weights: parameter sets name it to say what they were made for."""
+        """Digest of the stored weights: parameter sets name it to say what they were made for.
+
+        Raises StoreError when the manifest does not list them.
+        """
+        if IR_BIN not in self.sha256:
+            raise StoreError(f"{MANIFEST}: sha256 does not list {IR_BIN}; convert the model again")
         return self.sha256[IR_BIN]
 
     def write(self, store: Path) -> None:
@@ -71,7 +91,7 @@ class StoreManifest:
             raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             raise StoreError(f"{store} is not a model store: no {MANIFEST}; make one with `dskquant convert`") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise StoreError(f"{path}: cannot be read: {error}") from error
         if not isinstance(raw, dict) or raw.get("format_version") != FORMAT_VERSION:
             raise StoreError(f"{path}: format_version must be {FORMAT_VERSION}; convert the model again")
@@ -79,8 +99,61 @@ class StoreManifest:
         if raw.keys() != known:
             odd = ", ".join(sorted(raw.keys() ^ known))
             raise StoreError(f"{path}: missing or unknown keys: {odd}")
+        try:
+            _check(Fields(raw, str(path)))
+        except SourceError as error:
+            raise StoreError(str(error)) from error
         raw["end_token_ids"] = tuple(raw["end_token_ids"])
         return cls(**raw)
+
+
+def _check(manifest: Fields) -> None:
+    """Raises SourceError, naming the key, for a value that nothing could work with."""
+    for key in TEXTS:
+        if not _is_text(manifest.values[key]):
+            raise manifest.refusal(key, "must be a text")
+    for key in COUNTS:
+        manifest.count(key, largest=LARGEST_COUNT)
+    manifest.count("parameters", largest=MOST_PARAMETERS)
+    _check_token_ids(manifest)
+    for key in ("source", "sha256"):
+        table = manifest.values[key]
+        if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
+            raise manifest.refusal(key, "must be a table of texts")
+    for name in manifest.values["sha256"]:
+        if Path(name).name != name:
+            raise manifest.refusal("sha256", f"has {name!r}, which is not the name of a file of the store")
+
+
+def _check_token_ids(manifest: Fields) -> None:
+    ends, bos = manifest.values["end_token_ids"], manifest.values["bos_token_id"]
+    size = manifest.values["vocab_size"]
+    if not isinstance(ends, list) or not all(_is_token(item, size) for item in ends):
+        raise manifest.refusal("end_token_ids", f"must be a list of token ids below {size}, the size of the vocabulary")
+    if bos is not None and not _is_token(bos, size):
+        raise manifest.refusal("bos_token_id", f"must be null or a token id below {size}, the size of the vocabulary")
+
+
+def _is_token(value: object, vocab_size: int) -> bool:
+    return type(value) is int and 0 <= value < vocab_size
+
+
+def _is_text(value: object) -> bool:
+    """Whether `value` is a text that can be sent: JSON may hide half a surrogate pair in one."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def verify(store: Path, manifest: StoreManifest) -> None:
+    """Raises StoreError for the first file of the manifest that is missing or another one.
+
+    The weights, which take long to read, must be there but are not read: `dskquant inspect --verify` does.
+    """
+    for name, expected in manifest.sha256.items():
+        path = store / name
+        if not path.is_file():
+            raise StoreError(f"{path}: missing")
+        if name != IR_BIN and file_sha256(path) != expected:
+            raise StoreError(f"{path}: damaged: its SHA-256 is not the one in {MANIFEST}")
 
 
 def file_sha256(path: Path) -> str:

@@ -27,8 +27,10 @@ from dskd.manager.state_file import Committed, committed_mode
 from dskd.manager.types import HistoryEntry, ManagerSnapshot, ModeState, SwitchReport
 from dskquant import golden, parameter_set
 from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
+from dskquant.errors import StoreError
 from dskquant.modes import LADDER, PrecisionMode
-from dskquant.store import DEFAULT_PARAMETER_SET
+from dskquant.parameter_set import ParameterSet
+from dskquant.store import DEFAULT_PARAMETER_SET, StoreManifest, verify
 
 FIRST_GENERATION = 1
 
@@ -71,16 +73,16 @@ class QuantizerManager:
     async def start(self) -> None:
         """Builds and proves the resident modes, then serves. What it raises is a DskdError or QuantError."""
         store, config = self._config.path, self._config
-        parameters = await asyncio.to_thread(parameter_set.read, store / DEFAULT_PARAMETER_SET)
-        await asyncio.to_thread(parameters.verify)
+        parameters = await asyncio.to_thread(_verified_parameters, store)
         prompts = await asyncio.to_thread(golden.read, store)
         options = CompileOptions(config.threads, config.kv_precision, config.activation_group, config.weights)
         builder = Builder(self._engine, store, options, Prover(prompts, self._engine, config.proof))
         self._generation = Generation.of(FIRST_GENERATION, parameters, self._engine.name, options)
         self._residency = Residency(self._name, builder, self._generation.number, self._events)
-        self._mode = self._starting_mode()
+        self._mode = config.default_mode
         try:
-            graph = await self._residency.build_first([*config.resident, self._mode])
+            graph = await self._residency.build_first(config.resident)
+            await self._bring_back(self._starting_mode())
             await self._start_loop(await asyncio.to_thread(self._allocate_cache, graph))
         except BaseException:
             await asyncio.to_thread(self._residency.close)
@@ -96,6 +98,19 @@ class QuantizerManager:
                 "damaged state file: starting in the default mode", path=str(self._state_file), reason=str(error)
             )
             return default
+
+    async def _bring_back(self, committed: PrecisionMode) -> None:
+        """Makes the committed mode the one that serves; when it cannot be built, the default mode serves instead."""
+        try:
+            if not self._residency.has(committed):
+                await self._residency.build_first([committed])
+        except EXPECTED_ERRORS as error:
+            self._log.error(
+                "committed mode lost: starting in the default mode", mode=committed.value, reason=str(error)
+            )
+            self._note(replace(self._entry(committed, None, "daemon"), outcome="rejected", reason=str(error)))
+        else:
+            self._mode = committed
 
     def _allocate_cache(self, graph: Graph) -> KVCache:
         wanted, block = self._config.kv_cache_bytes, graph.cache_block_bytes
@@ -223,7 +238,7 @@ class QuantizerManager:
         if self._closing:
             raise UnavailableError("the model is being unloaded")
 
-    def _entry(self, mode: PrecisionMode, in_flight: InFlight, actor: str) -> HistoryEntry:
+    def _entry(self, mode: PrecisionMode, in_flight: InFlight | None, actor: str) -> HistoryEntry:
         generation = self._generation
         return HistoryEntry(
             self._name,
@@ -284,6 +299,17 @@ class QuantizerManager:
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, EXPECTED_ERRORS):
             self._log.error("background work failed", exc_info=error)
+
+
+def _verified_parameters(store: Path) -> ParameterSet:
+    """The parameter set of `store`. Raises StoreError when one of the two is damaged, or not made for the other."""
+    manifest = StoreManifest.read(store)
+    verify(store, manifest)
+    parameters = parameter_set.read(store / DEFAULT_PARAMETER_SET)
+    if parameters.weights_sha256 != manifest.weights_sha256:
+        raise StoreError(f"{parameters.directory}: made for other weights than those of {store}")
+    parameters.verify()
+    return parameters
 
 
 def _value(mode: PrecisionMode | None) -> str:

@@ -44,26 +44,29 @@ class Prover:
 
     def _prove_mode(self, graph: Graph, mode: PrecisionMode) -> Proof:
         logits = golden.answers(self._prompts, graph, self._engine, mode)
-        proof = Proof(mode, Divergence.between(self._reference_for(mode, logits), logits))
+        proof = Proof(mode, Divergence.between(self._reference_for(logits), logits))
         self._judge(proof)
+        self._offer_stand_in(mode, logits)
         return proof
 
-    def _reference_for(self, mode: PrecisionMode, logits: Logits) -> Logits:
+    def _reference_for(self, logits: Logits) -> Logits:
         if self._reference is not None:
             return self._reference
+        return self._stand_in[1] if self._stand_in else logits
+
+    def _offer_stand_in(self, mode: PrecisionMode, proven: Logits) -> None:
         if self._stand_in is None or LADDER.index(mode) >= LADDER.index(self._stand_in[0]):
-            before, self._stand_in = self._stand_in, (mode, logits)
-            return before[1] if before else logits
-        return self._stand_in[1]
+            self._stand_in = mode, proven
 
     def _judge(self, proof: Proof) -> None:
         mode, figures = proof.mode.value, proof.divergence
         if not figures.finite:
             raise FailedPreconditionError(mode, f"{mode} failed its proof: an answer to a golden prompt is not finite")
-        if figures.mean_kl > self._limits.max_kl or figures.agreement < self._limits.min_agreement:
+        limits = self._limits  # NaN is within none
+        if not (figures.mean_kl <= limits.max_kl and figures.agreement >= limits.min_agreement):
             raise FailedPreconditionError(
                 mode,
                 f"{mode} failed its proof: on the golden prompts its mean KL to the reference is {figures.mean_kl:.3g} "
-                f"nats (limit {self._limits.max_kl:g}) and its top-1 agreement {figures.agreement:.0%} "
-                f"(at least {self._limits.min_agreement:.0%})",
+                f"nats (limit {limits.max_kl:g}) and its top-1 agreement {figures.agreement:.0%} "
+                f"(at least {limits.min_agreement:.0%})",
             )

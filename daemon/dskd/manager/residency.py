@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -49,6 +49,8 @@ class Residency:
         self._residents: dict[GraphKey, Resident] = {}
         self._builds: dict[GraphKey, asyncio.Task[Build]] = {}
         self._held: Counter[GraphKey] = Counter()
+        # a graph that is on its way out must be gone before its successor can be installed
+        self._changing: defaultdict[GraphKey, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._settling = asyncio.Event()
 
     def has(self, mode: PrecisionMode) -> bool:
@@ -135,8 +137,9 @@ class Residency:
         name = _name(key)
         self._events.publish("mode.preparing", self._model, f"preparing {name}", mode=name)
         try:
-            build = await self._build(key, self._cache)
-            await asyncio.wrap_future(self._loop.install(self._generation, build.graph))
+            async with self._changing[key]:
+                build = await self._build(key, self._cache)
+                await asyncio.wrap_future(self._loop.install(self._generation, build.graph))
         finally:
             del self._builds[key]
         self._residents[key] = Resident(build.graph, time.monotonic())
@@ -155,13 +158,14 @@ class Residency:
         return now.mode in key or self._held[key] > 0 or any(now.requests_by_mode.get(mode) for mode in key)
 
     async def _release(self, key: GraphKey) -> None:
-        resident = self._residents.pop(key)
-        try:
-            await asyncio.wrap_future(self._loop.retire(self._generation, resident.graph.modes))
-        except FailedPreconditionError:  # it has become the active one since we looked
-            self._residents[key] = resident
-            return
-        await asyncio.to_thread(resident.graph.close)
+        async with self._changing[key]:
+            resident = self._residents.pop(key)
+            try:
+                await asyncio.wrap_future(self._loop.retire(self._generation, resident.graph.modes))
+            except FailedPreconditionError:  # it has become the active one since we looked
+                self._residents[key] = resident
+                return
+            await asyncio.to_thread(resident.graph.close)
         memory.give_back()
         self._events.publish("mode.released", self._model, f"{_name(key)} is released", mode=_name(key))
         self._log.info("released", mode=_name(key))

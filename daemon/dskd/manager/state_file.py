@@ -43,6 +43,6 @@ def committed_mode(path: Path, default_mode: PrecisionMode) -> PrecisionMode:
         state = Committed(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return default_mode
-    except TypeError as error:
+    except (TypeError, RecursionError) as error:
         raise ValueError(str(error)) from error
     return PrecisionMode(state.mode) if state.default_mode == default_mode.value else default_mode

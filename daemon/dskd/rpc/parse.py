@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dskapi.v1 import inference_pb2
@@ -15,6 +16,8 @@ from dskquant.store import StoreManifest
 
 DEFAULT_NEW_TOKENS = 512
 MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_CHAT_MESSAGES = 10_000
 MAX_TOP_LOGPROBS = 20
 
 
@@ -67,7 +70,7 @@ def parse_request(
     Range(0, MAX_TOP_LOGPROBS).check("top_logprobs", request.top_logprobs)
     if request.HasField("max_new_tokens"):
         Range(1).check("max_new_tokens", request.max_new_tokens)
-    prompt = _prompt(request, codec)
+    prompt = _prompt(request, codec, manifest.context_length)
     room = _room(request, len(prompt), manifest.context_length)
     wanted = request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_NEW_TOKENS
     generation = GenerationRequest(
@@ -96,16 +99,20 @@ def _stops(request: inference_pb2.GenerateRequest) -> tuple[str, ...]:
     for index, stop in enumerate(request.stop):
         if not stop:
             raise InvalidArgumentError(f"stop[{index}]", "must not be empty")
+        if len(stop) > MAX_STOP_CHARACTERS:
+            problem = f"{len(stop)} characters; at most {MAX_STOP_CHARACTERS} are allowed"
+            raise InvalidArgumentError(f"stop[{index}]", problem)
     return tuple(request.stop)
 
 
-def _prompt(request: inference_pb2.GenerateRequest, codec: TextCodec) -> tuple[int, ...]:
+def _prompt(request: inference_pb2.GenerateRequest, codec: TextCodec, context_length: int) -> tuple[int, ...]:
     """The tokens to continue; at least one."""
     kind = request.WhichOneof("input")
     if kind == "prompt":
+        _check_size("prompt", [request.prompt], codec, context_length)
         prompt = tuple(codec.encode(request.prompt))
     elif kind == "chat":
-        prompt = _chat(request.chat, codec)
+        prompt = _chat(request.chat, codec, context_length)
     elif kind == "tokens":
         codec.check_ids(request.tokens.ids)
         prompt = tuple(request.tokens.ids)
@@ -116,14 +123,31 @@ def _prompt(request: inference_pb2.GenerateRequest, codec: TextCodec) -> tuple[i
     return prompt
 
 
-def _chat(chat: inference_pb2.Chat, codec: TextCodec) -> tuple[int, ...]:
+def _chat(chat: inference_pb2.Chat, codec: TextCodec, context_length: int) -> tuple[int, ...]:
     if not chat.messages:
         raise InvalidArgumentError("chat.messages", "must not be empty")
+    if len(chat.messages) > MAX_CHAT_MESSAGES:
+        problem = f"{len(chat.messages)} messages; at most {MAX_CHAT_MESSAGES} are allowed"
+        raise InvalidArgumentError("chat.messages", problem)
     for index, message in enumerate(chat.messages):
         if not message.role:
             raise InvalidArgumentError(f"chat.messages[{index}].role", "must not be empty")
     messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-    return tuple(codec.encode(codec.render_chat(messages), add_special_tokens=False))
+    _check_size("chat", [text for message in messages for text in message.values()], codec, context_length)
+    rendered = codec.render_chat(messages)
+    _check_size("chat", [rendered], codec, context_length)
+    return tuple(codec.encode(rendered, add_special_tokens=False))
+
+
+def _check_size(field: str, texts: Iterable[str], codec: TextCodec, context_length: int) -> None:
+    """Refuses what cannot fit even if all its tokens were the longest one: to encode it would only cost time."""
+    size = sum(len(text.encode()) for text in texts)
+    if size > context_length * codec.longest_token_bytes:
+        raise InvalidArgumentError(
+            field,
+            f"{size} bytes; the context of the model holds {context_length} tokens of at most "
+            f"{codec.longest_token_bytes} bytes",
+        )
 
 
 def _room(request: inference_pb2.GenerateRequest, prompt_tokens: int, context_length: int) -> int:

@@ -23,6 +23,7 @@ class TextCodec:
         tokenizer.no_padding()
         self.pieces = TokenPieces(tokenizer)
         self.vocab_size = manifest.vocab_size
+        self.longest_token_bytes = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
         self._tokenizer = tokenizer
         bos, ends = manifest.bos_token_id, manifest.end_token_ids
         self._chat = ChatTemplate(
@@ -35,15 +36,17 @@ class TextCodec:
     def load(cls, store: Path) -> TextCodec:
         """Reads the files of `store`. Raises StoreError when one is missing or damaged."""
         manifest = StoreManifest.read(store)
-        path = store / TOKENIZER
+        path, template = store / TOKENIZER, store / CHAT_TEMPLATE
         try:
             tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise StoreError(f"{path} is missing; convert the model again") from None
         except Exception as error:  # the library raises no narrower type for a file it cannot read
             raise StoreError(f"{path}: cannot be read: {error}") from error
-        template = store / CHAT_TEMPLATE
-        return cls(tokenizer, manifest, template.read_text(encoding="utf-8") if template.is_file() else None)
+        try:
+            return cls(tokenizer, manifest, template.read_text(encoding="utf-8") if template.is_file() else None)
+        except (OSError, UnicodeDecodeError) as error:
+            raise StoreError(f"{template}: cannot be read: {error}") from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; special tokens in it are recognised, those of its begin and end are added where wanted."""
