@@ -278,8 +278,8 @@ async def test_a_broken_store_is_refused_with_the_reason_and_the_others_serve_on
         assert code is REFUSED
         assert str(store) in message
         assert reason in message
-        history = await client.control.GetHistory(control_pb2.GetHistoryRequest(model=name))
-        assert (history.entries[0].outcome, history.entries[0].reason) == ("rejected", message)
+        (newest,) = (await client.control.GetHistory(control_pb2.GetHistoryRequest(limit=1))).entries
+        assert (newest.model, newest.outcome, newest.reason) == (name, "rejected", message)
         forgotten, _, _ = await refusal(client.control.GetStatus(control_pb2.GetStatusRequest(model=name)))
         assert forgotten is grpc.StatusCode.NOT_FOUND
         assert (await client.answer(model=MODEL)).last.finish_reason == LENGTH
