@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from dskquant.architecture import DecoderConfig, read_decoder
 from dskquant.errors import SourceError
 from dskquant.store import CHAT_TEMPLATE, CONFIG, GENERATION_CONFIG, TOKENIZER
 
@@ -61,3 +62,19 @@ def _chat_template(directory: Path) -> str | None:
 
 def read_config(directory: Path) -> dict[str, Any]:
     return read_json(directory / CONFIG)
+
+
+class DirectorySource:
+    """What every source in a directory with a Hugging Face configuration has."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory
+        self.config: dict[str, Any] = read_config(directory)
+        self.decoder: DecoderConfig = read_decoder(self.config, str(directory / CONFIG))
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        return read_generation_config(self.path, self.config)
+
+    def write_tokenizer(self, store: Path) -> None:
+        copy_tokenizer(self.path, store)

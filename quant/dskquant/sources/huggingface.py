@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from dskquant.architecture import DecoderConfig, read_decoder
 from dskquant.decoder import LM_HEAD, Shape
 from dskquant.errors import SourceError
 from dskquant.mapped_safetensors import MappedSafetensors
-from dskquant.sources.directory import copy_tokenizer, read_config, read_generation_config, read_json
+from dskquant.sources.directory import DirectorySource, read_json
 from dskquant.sources.protocol import SourceTensor, refuse_differences
-from dskquant.store import CONFIG
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -21,22 +18,10 @@ FLOATS = {"F16": "f16", "BF16": "bf16", "F32": "f32"}
 COMPUTED_BUFFER = "rotary_emb.inv_freq"  # old checkpoints carry it; it follows from the configuration
 
 
-class HuggingFaceSource:
+class HuggingFaceSource(DirectorySource):
     """Raises SourceError, naming the file, for anything in the directory that cannot be used."""
 
     kind = "huggingface"
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory
-        self.config: dict[str, Any] = read_config(directory)
-        self.decoder: DecoderConfig = read_decoder(self.config, str(directory / CONFIG))
-
-    @property
-    def generation_config(self) -> dict[str, Any]:
-        return read_generation_config(self.path, self.config)
-
-    def write_tokenizer(self, store: Path) -> None:
-        copy_tokenizer(self.path, store)
 
     def check_tensors(self, expected: Mapping[str, Shape]) -> None:
         present = {name: self._opened[path].shape(name) for name, path in self._files.items()}

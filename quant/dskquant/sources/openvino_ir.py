@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
-from dskquant.architecture import DecoderConfig, read_decoder
-from dskquant.sources.directory import copy_tokenizer, read_config, read_generation_config
-from dskquant.store import CONFIG, IR_BIN, IR_XML
+from dskquant.sources.directory import DirectorySource
+from dskquant.store import IR_BIN, IR_XML
 
 
-class OpenVINOIRSource:
+class OpenVINOIRSource(DirectorySource):
     """Raises SourceError, naming the file, where the configuration cannot be used."""
 
     kind = "openvino"
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory
-        self.config: dict[str, Any] = read_config(directory)
-        self.decoder: DecoderConfig = read_decoder(self.config, str(directory / CONFIG))
-
-    @property
-    def generation_config(self) -> dict[str, Any]:
-        return read_generation_config(self.path, self.config)
-
-    def write_tokenizer(self, store: Path) -> None:
-        copy_tokenizer(self.path, store)
 
     def copy_model(self, store: Path) -> None:
         for name in (IR_XML, IR_BIN):
