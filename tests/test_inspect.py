@@ -15,7 +15,7 @@ import pytest
 from golden_models import GOLDEN
 from safetensors.numpy import load_file
 
-from dskquant import parameter_set
+from dskquant import set_writer
 from dskquant.cli import main
 from dskquant.convert import ConvertOptions, convert
 from dskquant.scheme import Scheme
@@ -113,7 +113,7 @@ def test_an_8_bit_plane_takes_room_but_no_part_in_the_shared_modes(
     tmp_path: Path, made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scheme = Scheme(group_size=32, int8_plane=True)
-    parameter_set.create(made, scheme, tmp_path / "set", lambda stage, done, total: None)
+    set_writer.create(made, scheme, tmp_path / "set", lambda stage, done, total: None)
     (linear,) = (each for each in inspected(capsys, tmp_path / "set")["schemes"] if each["role"] == "linear")
     assert linear["bits_per_weight"] == {"int4": 4.75, "int8": 9.5, "stored": 9.5 + 8.75}
 

@@ -89,7 +89,13 @@ class ToyEngine:
     def weights(self, store: Path) -> Sequence[WeightSource]:
         raise NotImplementedError
 
-    def compile(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> ToyGraph:
+    def compile(
+        self,
+        store: Path,
+        modes: Collection[PrecisionMode],
+        options: CompileOptions,
+        parameters: ParameterSet | None = None,
+    ) -> ToyGraph:
         self.at_gate.set()
         assert self.gate.wait(20), "nobody opened the gate"
         if self.error:

@@ -77,7 +77,7 @@ def test_a_missing_file_is_named(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda manifest: manifest.update(format_version=2), "format_version 2; this version reads 1"),
+        (lambda manifest: manifest.update(format_version=1), "format_version 1; this version reads 2"),
         (lambda manifest: manifest.pop("tensors"), "'tensors'"),
         (lambda manifest: manifest.update(sha256=[]), "not a readable parameter set"),
         (lambda manifest: manifest.update(tensors=[]), "not a readable parameter set"),

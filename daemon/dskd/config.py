@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -116,6 +117,17 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchConfig:
+    """[watch]: the directory whose quant configs are applied."""
+
+    directory: Path | None = None  # None: nothing is watched
+    settle_s: Annotated[float, Between(0)] = 0.5  # a file must have stayed the same this long
+    rescan_s: Annotated[float, Between(0.1)] = 30.0  # at least this often, whatever events tell
+    polling: bool = False  # look every `poll_s` seconds instead of waiting for the kernel's events
+    poll_s: Annotated[float, Between(0.05)] = 2.0
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     """[log]: what goes to standard error."""
 
@@ -134,6 +146,13 @@ class ProofConfig:
     min_agreement: Annotated[float, Between(0, 1)] = 0.3  # share of tokens with the same most probable one
 
 
+class SwapPolicy(enum.Enum):
+    """How another parameter set takes the place of the one that serves."""
+
+    AVAILABILITY = "availability"  # built beside it: both are in memory for a moment, and no token waits
+    RESOURCE = "resource"  # built after it was released: open requests wait, memory for one is enough
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """[models.NAME]: one model of a store."""
@@ -149,6 +168,9 @@ class ModelConfig:
     weights: WeightLayout = WeightLayout.SHARED
     activation_group: Annotated[int, Between(0)] = 128  # 0: float activations
     on_demand_ttl_s: Annotated[float, Between(0)] = 60.0
+    swap: SwapPolicy = SwapPolicy.AVAILABILITY
+    keep_generations: Annotated[int, Between(1)] = 4  # that a rollback can return to, the serving one included
+    keep_previous_s: Annotated[float, Between(0)] = 0.0  # the graphs of the one before stay in memory this long
     proof: ProofConfig = ProofConfig()
 
     def problems(self) -> Problems:
@@ -162,6 +184,7 @@ class Config:
 
     server: ServerConfig = field(default_factory=ServerConfig)
     scheduler: SchedulerConfig = SchedulerConfig()
+    watch: WatchConfig = WatchConfig()
     log: LogConfig = LogConfig()
     models: dict[str, ModelConfig] = field(default_factory=dict)
 

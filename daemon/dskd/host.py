@@ -9,7 +9,7 @@ from dskd.config import ModelConfig
 from dskd.engine.request import GenerationRequest, InFlight, StepOutput
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
-from dskd.manager.types import ManagerSnapshot, SwitchReport
+from dskd.manager.types import Change, ChangeReport, ManagerSnapshot, SwitchReport
 from dskd.text.tokenizer import TextCodec
 from dskquant.modes import PrecisionMode
 from dskquant.store import StoreManifest
@@ -47,6 +47,20 @@ class ModelHost(Protocol):
 
     async def switch(self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool) -> SwitchReport:
         """Changes the mode of the model, and records that in history and events. Raises DskdError when it cannot."""
+        ...
+
+    async def apply(self, change: Change, actor: str, *, dry_run: bool, wait: bool) -> ChangeReport:
+        """Makes `change` and records it in history and events; `dry_run` validates it and changes nothing.
+
+        Raises DskdError or QuantError when it is refused; what served serves on then.
+        """
+        ...
+
+    async def rollback(self, generation: int | None, in_flight: InFlight, actor: str, wait: bool) -> ChangeReport:
+        """Returns to a kept generation; None: the one that served before the present one.
+
+        Raises DskdError or QuantError as `apply` does.
+        """
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[StepOutput, None]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dskquant import golden, parameter_set
+from dskquant import golden, set_writer
 from dskquant.architecture import DecoderConfig
 from dskquant.decoder import EMBEDDING, LM_HEAD, tensor_shapes
 from dskquant.engines import ENGINE_NAMES, load_engine
@@ -89,7 +89,7 @@ def convert(source: Path, store: Path, options: ConvertOptions, progress: Progre
         model_id = options.model_id or source.resolve().name.removesuffix(".gguf")
         manifest = _manifest(opened, stored, model_id, _digests(partial, progress))
         manifest.write(partial)  # what follows reads the store through it
-        parameter_set.create(partial, options.scheme, partial / DEFAULT_PARAMETER_SET, progress)
+        set_writer.create(partial, options.scheme, partial / DEFAULT_PARAMETER_SET, progress)
         skipped = _why_no_golden(options, stored)
         if not skipped:
             manifest = _with_golden(partial, manifest, progress)

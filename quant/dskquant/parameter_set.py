@@ -7,34 +7,32 @@
 A linear layer W [N, K] has `W.base.*` and `W.residual.*`, and `W.int8.*` if the set was made with an 8-bit plane; an
 8-bit tensor has `W.*`. Here * is
 `codes` (uint8; two 4-bit codes a byte [N, K/2], low half first, or [N, K] for 8 bit), `scales` (float16 [N, G]) and
-`zero_points` (uint8 [N, G], one a byte).
+`zero_points` (uint8 [N, G], one a byte). A set whose codes are "derived" has scales and zero-points alone; its codes
+follow from the stored weights by rounding (`dskquant.set_writer.complete`).
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
-from dskquant.engines import load_engine
-from dskquant.engines.protocol import WeightSource
 from dskquant.errors import SchemeError, StoreError
 from dskquant.mapped_safetensors import MappedSafetensors
-from dskquant.planes import Float32, QuantizedMatrix, group_length, pack_u4, quantize, quantize_planes
-from dskquant.scheme import Role, Scheme, TensorScheme
-from dskquant.store import MANIFEST, StoreManifest, file_sha256
+from dskquant.modes import PrecisionMode
+from dskquant.planes import group_length
+from dskquant.scheme import LayerRule, Role, TensorScheme
+from dskquant.store import MANIFEST, file_sha256
 
-FORMAT_VERSION = 1
-FILE_BYTES = 512 << 20
+FORMAT_VERSION = 2
 
-Tensors = dict[str, NDArray[Any]]
 Progress = Callable[[str, int, int], None]
 """Called with what is done, how many of its parts are done, and how many there are."""
 
@@ -48,6 +46,13 @@ class MappedMatrix:
     zero_points: NDArray[np.uint8]
 
 
+class Codes(enum.Enum):
+    """Whether a set holds its codes."""
+
+    STORED = "stored"
+    DERIVED = "derived"  # by rounding the stored weights with the scales and zero-points of the set
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterSet:
     """A parameter set on disk; its tensors are mapped when asked for."""
@@ -57,12 +62,27 @@ class ParameterSet:
     weights_sha256: str  # of the stored weights it was made for
     tensors: dict[str, TensorScheme]
     sha256: dict[str, str]  # file name -> hex digest
+    codes: Codes = Codes.STORED
+    expected_kl: dict[PrecisionMode, float] = field(default_factory=dict)  # nats per token, on held-out text
     provenance: dict[str, Any] = field(default_factory=dict)
+    hash: str = ""  # its identity: hex SHA-256 of the manifest file, which holds the digests of the others
 
-    @property
-    def hash(self) -> str:
-        """Identity of the set: hex SHA-256 over its manifest, which holds the digests of its files."""
-        return hashlib.sha256(self._manifest_text().encode()).hexdigest()
+    def with_rules(self, rules: Sequence[LayerRule]) -> ParameterSet:
+        """The set with the precisions of its linear layers as `rules` say; of several rules that match the last counts.
+
+        Raises SchemeError for a rule that matches no linear layer.
+        """
+        tensors = dict(self.tensors)
+        for rule in rules:
+            matching = [name for name, scheme in tensors.items() if scheme.role is Role.LINEAR and rule.matches(name)]
+            if not matching:
+                linear = [name for name, scheme in tensors.items() if scheme.role is Role.LINEAR]
+                raise SchemeError(
+                    f"no linear layer matches {rule.match!r}; there are {', '.join(linear[:7])} and so on"
+                )
+            always_residual = rule.precision is PrecisionMode.INT8
+            tensors |= {name: replace(tensors[name], always_residual=always_residual) for name in matching}
+        return replace(self, tensors=tensors)
 
     def matrices(self) -> MatrixReader:
         """Opens the files of the set."""
@@ -77,8 +97,11 @@ class ParameterSet:
             if file_sha256(path) != expected:
                 raise StoreError(f"{path}: damaged: its SHA-256 is not the one in {MANIFEST}")
 
-    def write_manifest(self) -> None:
-        (self.directory / MANIFEST).write_text(self._manifest_text(), encoding="utf-8")
+    def write_manifest(self) -> ParameterSet:
+        """Writes the manifest; returns the set with its hash."""
+        text = self._manifest_text().encode()
+        (self.directory / MANIFEST).write_bytes(text)
+        return replace(self, hash=_sha256(text))
 
     def _manifest_text(self) -> str:
         tensors = {
@@ -99,6 +122,8 @@ class ParameterSet:
             "weights_sha256": self.weights_sha256,
             "tensors": tensors,
             "sha256": self.sha256,
+            "codes": self.codes.value,
+            "expected_kl": {mode.value: kl for mode, kl in self.expected_kl.items()},
             "provenance": self.provenance,
         }
         return json.dumps(manifest, indent=2, sort_keys=True) + "\n"
@@ -149,14 +174,29 @@ def read(directory: Path) -> ParameterSet:
     """Reads the manifest of a set. Raises StoreError when it is missing, damaged or of another version."""
     path = directory / MANIFEST
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
+        raw = json.loads(text)
         if raw["format_version"] != FORMAT_VERSION:
             raise StoreError(f"{path}: format_version {raw['format_version']}; this version reads {FORMAT_VERSION}")
         tensors = {name: _read_scheme(item) for name, item in raw["tensors"].items()}
         files = {_plain_file_name(name): str(digest) for name, digest in raw["sha256"].items()}
-        return ParameterSet(directory, raw["model_id"], raw["weights_sha256"], tensors, files, raw["provenance"])
+        return ParameterSet(
+            directory,
+            raw["model_id"],
+            raw["weights_sha256"],
+            tensors,
+            files,
+            Codes(raw["codes"]),
+            {PrecisionMode(mode): float(kl) for mode, kl in raw["expected_kl"].items()},
+            raw["provenance"],
+            _sha256(text),
+        )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SchemeError) as error:
         raise StoreError(f"{path}: not a readable parameter set: {type(error).__name__}: {error}") from error
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _plain_file_name(name: str) -> str:
@@ -174,78 +214,3 @@ def _read_scheme(item: dict[str, Any]) -> TensorScheme:
         item["always_residual"],
         item["int8_plane"],
     )
-
-
-def create(store: Path, scheme: Scheme, destination: Path, progress: Progress) -> ParameterSet:
-    """Quantizes the weights of `store` to nearest by `scheme` and writes them into the new directory `destination`.
-
-    Memory is bounded by one file of the set and one tensor. Raises SchemeError, naming the tensor, where the scheme
-    does not fit one, and StoreError when the store cannot be read.
-    """
-    manifest = StoreManifest.read(store)
-    weights = load_engine("openvino").weights(store)
-    destination.mkdir(parents=True)
-    writer = _SetWriter(destination)
-    tensors: dict[str, TensorScheme] = {}
-    for done, weight in enumerate(weights):
-        progress(f"quantizing {weight.name}", done, len(weights))
-        tensors[weight.name] = scheme.for_tensor(weight.name, weight.role, weight.shape)
-        writer.add(quantize_tensor(weight, tensors[weight.name]))
-    writer.flush()
-    progress("quantized", len(weights), len(weights))
-    provenance = {"method": "round to nearest"}
-    made = ParameterSet(destination, manifest.model_id, manifest.weights_sha256, tensors, writer.sha256, provenance)
-    made.write_manifest()
-    return made
-
-
-def quantize_tensor(weight: WeightSource, scheme: TensorScheme) -> Tensors:
-    """The tensors of the set that stand for one weight matrix."""
-    try:
-        pieces = [_quantize_piece(rows, scheme) for rows in weight.pieces()]
-    except SchemeError as error:
-        raise SchemeError(f"{weight.name}: {error}") from error
-    joined = {part: np.concatenate([piece[part] for piece in pieces]) for part in pieces[0]}
-    return {f"{weight.name}.{part}": array for part, array in joined.items()}
-
-
-def _quantize_piece(rows: Float32, scheme: TensorScheme) -> Tensors:
-    if scheme.role is not Role.LINEAR:
-        matrix = quantize(rows, 8, scheme.group_size, scheme.symmetric)
-        return _parts("", matrix, matrix.codes)
-    base, residual = quantize_planes(rows, scheme.group_size, scheme.symmetric)
-    parts = _parts("base.", base, pack_u4(base.codes)) | _parts("residual.", residual, pack_u4(residual.codes))
-    if scheme.int8_plane:
-        exact = quantize(rows, 8, scheme.group_size, scheme.symmetric)
-        parts |= _parts("int8.", exact, exact.codes)
-    return parts
-
-
-def _parts(prefix: str, matrix: QuantizedMatrix, codes: NDArray[np.uint8]) -> Tensors:
-    return {
-        f"{prefix}codes": codes,
-        f"{prefix}scales": matrix.scales,
-        f"{prefix}zero_points": matrix.zero_points,
-    }
-
-
-class _SetWriter:
-    """Collects tensors and writes a file whenever enough have come together."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._pending: Tensors = {}
-        self.sha256: dict[str, str] = {}
-
-    def add(self, tensors: Tensors) -> None:
-        self._pending.update(tensors)
-        if sum(array.nbytes for array in self._pending.values()) >= FILE_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        if not self._pending:
-            return
-        path = self._directory / f"planes-{len(self.sha256) + 1:05d}.safetensors"
-        save_file(self._pending, path)
-        self.sha256[path.name] = file_sha256(path)
-        self._pending = {}

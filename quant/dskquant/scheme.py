@@ -7,6 +7,7 @@ import fnmatch
 from dataclasses import dataclass
 
 from dskquant.errors import SchemeError
+from dskquant.modes import PrecisionMode
 
 GROUP_SIZES = (32, 64, 128, 0)
 """Allowed group sizes; 0 is one group per channel (row)."""
@@ -40,6 +41,26 @@ class TensorScheme:
     def bits(self) -> int:
         """Bits of a code: of each plane for a linear layer."""
         return 4 if self.role is Role.LINEAR else 8
+
+
+LAYER_PRECISIONS = (PrecisionMode.INT4, PrecisionMode.INT8)
+"""What a layer can compute in while the model serves in INT4: the base plane, or base + residual."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRule:
+    """Linear layers whose names match the shell pattern `match` compute in `precision` while the model is in INT4."""
+
+    match: str
+    precision: PrecisionMode
+
+    def __post_init__(self) -> None:
+        if self.precision not in LAYER_PRECISIONS:
+            allowed = ", ".join(mode.value for mode in LAYER_PRECISIONS)
+            raise SchemeError(f"layers that match {self.match!r}: precision {self.precision.value}; allowed: {allowed}")
+
+    def matches(self, name: str) -> bool:
+        return fnmatch.fnmatchcase(name, self.match)
 
 
 @dataclass(frozen=True, slots=True)

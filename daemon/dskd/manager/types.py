@@ -3,10 +3,72 @@
 from __future__ import annotations
 
 import time
+import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from dskd.engine.request import InFlight, LoopSnapshot
 from dskquant.modes import PrecisionMode
+from dskquant.scheme import LayerRule
+
+
+@dataclass(frozen=True, slots=True)
+class SetReference:
+    """A parameter set on this machine."""
+
+    path: Path | None  # its directory or its manifest; None: the default set of the model's store
+    sha256: str = ""  # of its manifest; "": whatever is there
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What to change of a model; None keeps what serves."""
+
+    mode: PrecisionMode | None = None
+    parameters: SetReference | None = None
+    layers: tuple[LayerRule, ...] | None = None
+    in_flight: InFlight = InFlight.MIGRATE
+
+
+@dataclass(frozen=True, slots=True)
+class ModeProof:
+    """What a mode of a generation answered to the golden prompts; KL(reference || mode) in nats per token."""
+
+    mode: PrecisionMode
+    kl_before: float | None  # of the generation that served before; None: not measured
+    kl_after: float
+    agreement: float  # share of positions with the reference's most probable token
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeReport:
+    """How a change ended, or (`done` False) that it goes on in the background or was only tried."""
+
+    from_generation: int
+    to_generation: int
+    from_mode: PrecisionMode
+    to_mode: PrecisionMode
+    hash: str  # of the generation changed to
+    parameter_set: str  # hash of its parameter set
+    changed: bool  # False: it served already
+    done: bool
+    proofs: tuple[ModeProof, ...] = ()
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    flip_us: float = 0.0
+    total_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationState:
+    """A generation that serves or that a rollback can return to."""
+
+    number: int
+    hash: str
+    parameter_set: str
+    committed: float  # seconds since the epoch
+    active: bool
+    resident: bool
+    kl: dict[PrecisionMode, float]  # to the reference on the golden prompts, nats per token
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +104,8 @@ class ManagerSnapshot:
     mode: PrecisionMode
     generation: int
     hash: str
+    parameter_set: str
+    generations: tuple[GenerationState, ...]  # newest first
     modes: tuple[ModeState, ...]
     loop: LoopSnapshot
     kv_cache_bytes: int
@@ -53,7 +117,7 @@ class HistoryEntry:
     """One change of a model: who, what, when, and how it ended."""
 
     model: str
-    kind: str  # "load", "unload" or "switch"
+    kind: str  # "load", "unload", "switch", "apply", "rollback" or "recover"
     actor: str
     outcome: str  # "committed" or "rejected"
     reason: str = ""
@@ -65,4 +129,8 @@ class HistoryEntry:
     phases_ms: dict[str, float] = field(default_factory=dict)
     flip_us: float = 0.0
     time: float = field(default_factory=time.time)  # seconds since the epoch
+    from_generation: int = 0
+    parameter_set: str = ""
+    proofs: tuple[ModeProof, ...] = ()
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
     sequence: int = 0  # set by the history

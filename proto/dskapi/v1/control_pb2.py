@@ -27,55 +27,73 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64skapi/v1/control.proto\x12\tdskapi.v1\x1a\x16\x64skapi/v1/common.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x85\x01\n\x16SwitchPrecisionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x04mode\x18\x02 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12&\n\tin_flight\x18\x03 \x01(\x0e\x32\x13.dskapi.v1.InFlight\x12\x0c\n\x04wait\x18\x04 \x01(\x08\"\xeb\x01\n\x17SwitchPrecisionResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\tfrom_mode\x18\x02 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12)\n\x07to_mode\x18\x03 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x10\n\x08resident\x18\x05 \x01(\x08\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\x12\x0f\n\x07\x66lip_us\x18\x07 \x01(\x01\x12\x12\n\nprepare_ms\x18\x08 \x01(\x01\x12\x10\n\x08total_ms\x18\t \x01(\x01\"!\n\x10GetStatusRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xb2\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12+\n\x07started\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\trss_bytes\x18\x04 \x01(\x04\x12\x17\n\x0f\x61vailable_bytes\x18\x05 \x01(\x04\x12&\n\x06models\x18\x06 \x03(\x0b\x32\x16.dskapi.v1.ModelStatus\"\xa6\x03\n\x0bModelStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.dskapi.v1.ModelState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x04 \x01(\t\x12&\n\x04mode\x18\x05 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12\x12\n\ngeneration\x18\x06 \x01(\x04\x12\x0c\n\x04hash\x18\x07 \x01(\t\x12$\n\x05modes\x18\x08 \x03(\x0b\x32\x15.dskapi.v1.ModeStatus\x12\x18\n\x10running_requests\x18\t \x01(\x05\x12\x18\n\x10waiting_requests\x18\n \x01(\x05\x12\x17\n\x0fkv_blocks_total\x18\x0b \x01(\x04\x12\x16\n\x0ekv_blocks_free\x18\x0c \x01(\x04\x12\x16\n\x0e\x63ontext_length\x18\r \x01(\x05\x12\x14\n\x0c\x61rchitecture\x18\x0e \x01(\t\x12\x0c\n\x04path\x18\x0f \x01(\t\x12\x1a\n\x12\x63hange_in_progress\x18\x10 \x01(\t\x12\x16\n\x0ekv_cache_bytes\x18\x11 \x01(\x04\"w\n\nModeStatus\x12&\n\x04mode\x18\x01 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12\x10\n\x08resident\x18\x02 \x01(\x08\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x10\n\x08requests\x18\x05 \x01(\x05\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.dskapi.v1.ModelSummary\"\xe6\x01\n\x0cModelSummary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.dskapi.v1.ModelState\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\x12&\n\x04mode\x18\x05 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12*\n\x08resident\x18\x06 \x03(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12\x12\n\nparameters\x18\x07 \x01(\x04\x12\x16\n\x0e\x63ontext_length\x18\x08 \x01(\x05\"/\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"K\n\x11LoadModelResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.dskapi.v1.ModelStatus\x12\x0f\n\x07load_ms\x18\x02 \x01(\x01\"#\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"Q\n\x13UnloadModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10\x61\x62orted_requests\x18\x02 \x01(\x05\x12\x11\n\tunload_ms\x18\x03 \x01(\x01\"1\n\x11GetHistoryRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\x05\">\n\x12GetHistoryResponse\x12(\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x17.dskapi.v1.HistoryEntry\"\xb5\x03\n\x0cHistoryEntry\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\r\n\x05\x61\x63tor\x18\x05 \x01(\t\x12+\n\tfrom_mode\x18\x06 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12)\n\x07to_mode\x18\x07 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12\x12\n\ngeneration\x18\x08 \x01(\x04\x12\x0c\n\x04hash\x18\t \x01(\t\x12&\n\tin_flight\x18\n \x01(\x0e\x32\x13.dskapi.v1.InFlight\x12\x0f\n\x07outcome\x18\x0b \x01(\t\x12\x0e\n\x06reason\x18\x0c \x01(\t\x12\x38\n\tphases_ms\x18\r \x03(\x0b\x32%.dskapi.v1.HistoryEntry.PhasesMsEntry\x12\x0f\n\x07\x66lip_us\x18\x0e \x01(\x01\x1a/\n\rPhasesMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"#\n\x12WatchEventsRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x9a\x01\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\'\n\x06\x66ields\x18\x06 \x01(\x0b\x32\x17.google.protobuf.Struct*\xa8\x01\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14MODEL_STATE_UNLOADED\x10\x01\x12\x17\n\x13MODEL_STATE_LOADING\x10\x02\x12\x17\n\x13MODEL_STATE_SERVING\x10\x03\x12\x19\n\x15MODEL_STATE_UNLOADING\x10\x04\x12\x16\n\x12MODEL_STATE_FAILED\x10\x05\x32\x99\x04\n\x07\x43ontrol\x12X\n\x0fSwitchPrecision\x12!.dskapi.v1.SwitchPrecisionRequest\x1a\".dskapi.v1.SwitchPrecisionResponse\x12\x46\n\tGetStatus\x12\x1b.dskapi.v1.GetStatusRequest\x1a\x1c.dskapi.v1.GetStatusResponse\x12I\n\nListModels\x12\x1c.dskapi.v1.ListModelsRequest\x1a\x1d.dskapi.v1.ListModelsResponse\x12\x46\n\tLoadModel\x12\x1b.dskapi.v1.LoadModelRequest\x1a\x1c.dskapi.v1.LoadModelResponse\x12L\n\x0bUnloadModel\x12\x1d.dskapi.v1.UnloadModelRequest\x1a\x1e.dskapi.v1.UnloadModelResponse\x12I\n\nGetHistory\x12\x1c.dskapi.v1.GetHistoryRequest\x1a\x1d.dskapi.v1.GetHistoryResponse\x12@\n\x0bWatchEvents\x12\x1d.dskapi.v1.WatchEventsRequest\x1a\x10.dskapi.v1.Event0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64skapi/v1/control.proto\x12\tdskapi.v1\x1a\x16\x64skapi/v1/common.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x85\x01\n\x16SwitchPrecisionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x04mode\x18\x02 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12&\n\tin_flight\x18\x03 \x01(\x0e\x32\x13.dskapi.v1.InFlight\x12\x0c\n\x04wait\x18\x04 \x01(\x08\"\xeb\x01\n\x17SwitchPrecisionResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\tfrom_mode\x18\x02 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12)\n\x07to_mode\x18\x03 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x10\n\x08resident\x18\x05 \x01(\x08\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\x12\x0f\n\x07\x66lip_us\x18\x07 \x01(\x01\x12\x12\n\nprepare_ms\x18\x08 \x01(\x01\x12\x10\n\x08total_ms\x18\t \x01(\x01\"[\n\x12\x41pplyConfigRequest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x16\n\x0e\x62\x61se_directory\x18\x02 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x12\x0c\n\x04wait\x18\x04 \x01(\x08\"j\n\x0fRollbackRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12&\n\tin_flight\x18\x03 \x01(\x0e\x32\x13.dskapi.v1.InFlight\x12\x0c\n\x04wait\x18\x04 \x01(\x08\"\xa1\x03\n\x0e\x43hangeResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0f\x66rom_generation\x18\x02 \x01(\x04\x12\x15\n\rto_generation\x18\x03 \x01(\x04\x12+\n\tfrom_mode\x18\x04 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12)\n\x07to_mode\x18\x05 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12\x0c\n\x04hash\x18\x06 \x01(\t\x12\x15\n\rparameter_set\x18\x07 \x01(\t\x12\x0f\n\x07\x63hanged\x18\x08 \x01(\x08\x12\x0c\n\x04\x64one\x18\t \x01(\x08\x12$\n\x06proofs\x18\n \x03(\x0b\x32\x14.dskapi.v1.ModeProof\x12:\n\tphases_ms\x18\x0b \x03(\x0b\x32\'.dskapi.v1.ChangeResponse.PhasesMsEntry\x12\x0f\n\x07\x66lip_us\x18\x0c \x01(\x01\x12\x10\n\x08total_ms\x18\r \x01(\x01\x1a/\n\rPhasesMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"~\n\tModeProof\x12&\n\x04mode\x18\x01 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12\x16\n\tkl_before\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08kl_after\x18\x03 \x01(\x01\x12\x11\n\tagreement\x18\x04 \x01(\x01\x42\x0c\n\n_kl_before\"!\n\x10GetStatusRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xb2\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12+\n\x07started\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\trss_bytes\x18\x04 \x01(\x04\x12\x17\n\x0f\x61vailable_bytes\x18\x05 \x01(\x04\x12&\n\x06models\x18\x06 \x03(\x0b\x32\x16.dskapi.v1.ModelStatus\"\xef\x03\n\x0bModelStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.dskapi.v1.ModelState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x04 \x01(\t\x12&\n\x04mode\x18\x05 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12\x12\n\ngeneration\x18\x06 \x01(\x04\x12\x0c\n\x04hash\x18\x07 \x01(\t\x12$\n\x05modes\x18\x08 \x03(\x0b\x32\x15.dskapi.v1.ModeStatus\x12\x18\n\x10running_requests\x18\t \x01(\x05\x12\x18\n\x10waiting_requests\x18\n \x01(\x05\x12\x17\n\x0fkv_blocks_total\x18\x0b \x01(\x04\x12\x16\n\x0ekv_blocks_free\x18\x0c \x01(\x04\x12\x16\n\x0e\x63ontext_length\x18\r \x01(\x05\x12\x14\n\x0c\x61rchitecture\x18\x0e \x01(\t\x12\x0c\n\x04path\x18\x0f \x01(\t\x12\x1a\n\x12\x63hange_in_progress\x18\x10 \x01(\t\x12\x16\n\x0ekv_cache_bytes\x18\x11 \x01(\x04\x12\x15\n\rparameter_set\x18\x12 \x01(\t\x12\x30\n\x0bgenerations\x18\x13 \x03(\x0b\x32\x1b.dskapi.v1.GenerationStatus\"\xf4\x01\n\x10GenerationStatus\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0c\n\x04hash\x18\x02 \x01(\t\x12\x15\n\rparameter_set\x18\x03 \x01(\t\x12-\n\tcommitted\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06\x61\x63tive\x18\x05 \x01(\x08\x12\x10\n\x08resident\x18\x06 \x01(\x08\x12/\n\x02kl\x18\x07 \x03(\x0b\x32#.dskapi.v1.GenerationStatus.KlEntry\x1a)\n\x07KlEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"w\n\nModeStatus\x12&\n\x04mode\x18\x01 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12\x10\n\x08resident\x18\x02 \x01(\x08\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x10\n\x08requests\x18\x05 \x01(\x05\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.dskapi.v1.ModelSummary\"\xe6\x01\n\x0cModelSummary\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.dskapi.v1.ModelState\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x04 \x01(\t\x12&\n\x04mode\x18\x05 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12*\n\x08resident\x18\x06 \x03(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12\x12\n\nparameters\x18\x07 \x01(\x04\x12\x16\n\x0e\x63ontext_length\x18\x08 \x01(\x05\"/\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"K\n\x11LoadModelResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.dskapi.v1.ModelStatus\x12\x0f\n\x07load_ms\x18\x02 \x01(\x01\"#\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"Q\n\x13UnloadModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10\x61\x62orted_requests\x18\x02 \x01(\x05\x12\x11\n\tunload_ms\x18\x03 \x01(\x01\"1\n\x11GetHistoryRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\x05\">\n\x12GetHistoryResponse\x12(\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x17.dskapi.v1.HistoryEntry\"\x8b\x04\n\x0cHistoryEntry\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\r\n\x05\x61\x63tor\x18\x05 \x01(\t\x12+\n\tfrom_mode\x18\x06 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12)\n\x07to_mode\x18\x07 \x01(\x0e\x32\x18.dskapi.v1.PrecisionMode\x12\x12\n\ngeneration\x18\x08 \x01(\x04\x12\x0c\n\x04hash\x18\t \x01(\t\x12&\n\tin_flight\x18\n \x01(\x0e\x32\x13.dskapi.v1.InFlight\x12\x0f\n\x07outcome\x18\x0b \x01(\t\x12\x0e\n\x06reason\x18\x0c \x01(\t\x12\x38\n\tphases_ms\x18\r \x03(\x0b\x32%.dskapi.v1.HistoryEntry.PhasesMsEntry\x12\x0f\n\x07\x66lip_us\x18\x0e \x01(\x01\x12\x17\n\x0f\x66rom_generation\x18\x0f \x01(\x04\x12\x15\n\rparameter_set\x18\x10 \x01(\t\x12$\n\x06proofs\x18\x11 \x03(\x0b\x32\x14.dskapi.v1.ModeProof\x1a/\n\rPhasesMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"#\n\x12WatchEventsRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x9a\x01\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\'\n\x06\x66ields\x18\x06 \x01(\x0b\x32\x17.google.protobuf.Struct*\xa8\x01\n\nModelState\x12\x1b\n\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14MODEL_STATE_UNLOADED\x10\x01\x12\x17\n\x13MODEL_STATE_LOADING\x10\x02\x12\x17\n\x13MODEL_STATE_SERVING\x10\x03\x12\x19\n\x15MODEL_STATE_UNLOADING\x10\x04\x12\x16\n\x12MODEL_STATE_FAILED\x10\x05\x32\xa5\x05\n\x07\x43ontrol\x12X\n\x0fSwitchPrecision\x12!.dskapi.v1.SwitchPrecisionRequest\x1a\".dskapi.v1.SwitchPrecisionResponse\x12G\n\x0b\x41pplyConfig\x12\x1d.dskapi.v1.ApplyConfigRequest\x1a\x19.dskapi.v1.ChangeResponse\x12\x41\n\x08Rollback\x12\x1a.dskapi.v1.RollbackRequest\x1a\x19.dskapi.v1.ChangeResponse\x12\x46\n\tGetStatus\x12\x1b.dskapi.v1.GetStatusRequest\x1a\x1c.dskapi.v1.GetStatusResponse\x12I\n\nListModels\x12\x1c.dskapi.v1.ListModelsRequest\x1a\x1d.dskapi.v1.ListModelsResponse\x12\x46\n\tLoadModel\x12\x1b.dskapi.v1.LoadModelRequest\x1a\x1c.dskapi.v1.LoadModelResponse\x12L\n\x0bUnloadModel\x12\x1d.dskapi.v1.UnloadModelRequest\x1a\x1e.dskapi.v1.UnloadModelResponse\x12I\n\nGetHistory\x12\x1c.dskapi.v1.GetHistoryRequest\x1a\x1d.dskapi.v1.GetHistoryResponse\x12@\n\x0bWatchEvents\x12\x1d.dskapi.v1.WatchEventsRequest\x1a\x10.dskapi.v1.Event0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dskapi.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_CHANGERESPONSE_PHASESMSENTRY']._loaded_options = None
+  _globals['_CHANGERESPONSE_PHASESMSENTRY']._serialized_options = b'8\001'
+  _globals['_GENERATIONSTATUS_KLENTRY']._loaded_options = None
+  _globals['_GENERATIONSTATUS_KLENTRY']._serialized_options = b'8\001'
   _globals['_HISTORYENTRY_PHASESMSENTRY']._loaded_options = None
   _globals['_HISTORYENTRY_PHASESMSENTRY']._serialized_options = b'8\001'
-  _globals['_MODELSTATE']._serialized_start=2574
-  _globals['_MODELSTATE']._serialized_end=2742
+  _globals['_MODELSTATE']._serialized_start=3729
+  _globals['_MODELSTATE']._serialized_end=3897
   _globals['_SWITCHPRECISIONREQUEST']._serialized_start=126
   _globals['_SWITCHPRECISIONREQUEST']._serialized_end=259
   _globals['_SWITCHPRECISIONRESPONSE']._serialized_start=262
   _globals['_SWITCHPRECISIONRESPONSE']._serialized_end=497
-  _globals['_GETSTATUSREQUEST']._serialized_start=499
-  _globals['_GETSTATUSREQUEST']._serialized_end=532
-  _globals['_GETSTATUSRESPONSE']._serialized_start=535
-  _globals['_GETSTATUSRESPONSE']._serialized_end=713
-  _globals['_MODELSTATUS']._serialized_start=716
-  _globals['_MODELSTATUS']._serialized_end=1138
-  _globals['_MODESTATUS']._serialized_start=1140
-  _globals['_MODESTATUS']._serialized_end=1259
-  _globals['_LISTMODELSREQUEST']._serialized_start=1261
-  _globals['_LISTMODELSREQUEST']._serialized_end=1280
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1282
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1343
-  _globals['_MODELSUMMARY']._serialized_start=1346
-  _globals['_MODELSUMMARY']._serialized_end=1576
-  _globals['_LOADMODELREQUEST']._serialized_start=1578
-  _globals['_LOADMODELREQUEST']._serialized_end=1625
-  _globals['_LOADMODELRESPONSE']._serialized_start=1627
-  _globals['_LOADMODELRESPONSE']._serialized_end=1702
-  _globals['_UNLOADMODELREQUEST']._serialized_start=1704
-  _globals['_UNLOADMODELREQUEST']._serialized_end=1739
-  _globals['_UNLOADMODELRESPONSE']._serialized_start=1741
-  _globals['_UNLOADMODELRESPONSE']._serialized_end=1822
-  _globals['_GETHISTORYREQUEST']._serialized_start=1824
-  _globals['_GETHISTORYREQUEST']._serialized_end=1873
-  _globals['_GETHISTORYRESPONSE']._serialized_start=1875
-  _globals['_GETHISTORYRESPONSE']._serialized_end=1937
-  _globals['_HISTORYENTRY']._serialized_start=1940
-  _globals['_HISTORYENTRY']._serialized_end=2377
-  _globals['_HISTORYENTRY_PHASESMSENTRY']._serialized_start=2330
-  _globals['_HISTORYENTRY_PHASESMSENTRY']._serialized_end=2377
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=2379
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=2414
-  _globals['_EVENT']._serialized_start=2417
-  _globals['_EVENT']._serialized_end=2571
-  _globals['_CONTROL']._serialized_start=2745
-  _globals['_CONTROL']._serialized_end=3282
+  _globals['_APPLYCONFIGREQUEST']._serialized_start=499
+  _globals['_APPLYCONFIGREQUEST']._serialized_end=590
+  _globals['_ROLLBACKREQUEST']._serialized_start=592
+  _globals['_ROLLBACKREQUEST']._serialized_end=698
+  _globals['_CHANGERESPONSE']._serialized_start=701
+  _globals['_CHANGERESPONSE']._serialized_end=1118
+  _globals['_CHANGERESPONSE_PHASESMSENTRY']._serialized_start=1071
+  _globals['_CHANGERESPONSE_PHASESMSENTRY']._serialized_end=1118
+  _globals['_MODEPROOF']._serialized_start=1120
+  _globals['_MODEPROOF']._serialized_end=1246
+  _globals['_GETSTATUSREQUEST']._serialized_start=1248
+  _globals['_GETSTATUSREQUEST']._serialized_end=1281
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1284
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1462
+  _globals['_MODELSTATUS']._serialized_start=1465
+  _globals['_MODELSTATUS']._serialized_end=1960
+  _globals['_GENERATIONSTATUS']._serialized_start=1963
+  _globals['_GENERATIONSTATUS']._serialized_end=2207
+  _globals['_GENERATIONSTATUS_KLENTRY']._serialized_start=2166
+  _globals['_GENERATIONSTATUS_KLENTRY']._serialized_end=2207
+  _globals['_MODESTATUS']._serialized_start=2209
+  _globals['_MODESTATUS']._serialized_end=2328
+  _globals['_LISTMODELSREQUEST']._serialized_start=2330
+  _globals['_LISTMODELSREQUEST']._serialized_end=2349
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2351
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2412
+  _globals['_MODELSUMMARY']._serialized_start=2415
+  _globals['_MODELSUMMARY']._serialized_end=2645
+  _globals['_LOADMODELREQUEST']._serialized_start=2647
+  _globals['_LOADMODELREQUEST']._serialized_end=2694
+  _globals['_LOADMODELRESPONSE']._serialized_start=2696
+  _globals['_LOADMODELRESPONSE']._serialized_end=2771
+  _globals['_UNLOADMODELREQUEST']._serialized_start=2773
+  _globals['_UNLOADMODELREQUEST']._serialized_end=2808
+  _globals['_UNLOADMODELRESPONSE']._serialized_start=2810
+  _globals['_UNLOADMODELRESPONSE']._serialized_end=2891
+  _globals['_GETHISTORYREQUEST']._serialized_start=2893
+  _globals['_GETHISTORYREQUEST']._serialized_end=2942
+  _globals['_GETHISTORYRESPONSE']._serialized_start=2944
+  _globals['_GETHISTORYRESPONSE']._serialized_end=3006
+  _globals['_HISTORYENTRY']._serialized_start=3009
+  _globals['_HISTORYENTRY']._serialized_end=3532
+  _globals['_HISTORYENTRY_PHASESMSENTRY']._serialized_start=1071
+  _globals['_HISTORYENTRY_PHASESMSENTRY']._serialized_end=1118
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=3534
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=3569
+  _globals['_EVENT']._serialized_start=3572
+  _globals['_EVENT']._serialized_end=3726
+  _globals['_CONTROL']._serialized_start=3900
+  _globals['_CONTROL']._serialized_end=4577
 # @@protoc_insertion_point(module_scope)

@@ -61,6 +61,79 @@ class SwitchPrecisionResponse(_message.Message):
     total_ms: float
     def __init__(self, model: _Optional[str] = ..., from_mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., to_mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., generation: _Optional[int] = ..., resident: _Optional[bool] = ..., done: _Optional[bool] = ..., flip_us: _Optional[float] = ..., prepare_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
 
+class ApplyConfigRequest(_message.Message):
+    __slots__ = ("config", "base_directory", "dry_run", "wait")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    config: str
+    base_directory: str
+    dry_run: bool
+    wait: bool
+    def __init__(self, config: _Optional[str] = ..., base_directory: _Optional[str] = ..., dry_run: _Optional[bool] = ..., wait: _Optional[bool] = ...) -> None: ...
+
+class RollbackRequest(_message.Message):
+    __slots__ = ("model", "generation", "in_flight", "wait")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    generation: int
+    in_flight: _common_pb2.InFlight
+    wait: bool
+    def __init__(self, model: _Optional[str] = ..., generation: _Optional[int] = ..., in_flight: _Optional[_Union[_common_pb2.InFlight, str]] = ..., wait: _Optional[bool] = ...) -> None: ...
+
+class ChangeResponse(_message.Message):
+    __slots__ = ("model", "from_generation", "to_generation", "from_mode", "to_mode", "hash", "parameter_set", "changed", "done", "proofs", "phases_ms", "flip_us", "total_ms")
+    class PhasesMsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    FROM_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TO_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    FROM_MODE_FIELD_NUMBER: _ClassVar[int]
+    TO_MODE_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_SET_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    PROOFS_FIELD_NUMBER: _ClassVar[int]
+    PHASES_MS_FIELD_NUMBER: _ClassVar[int]
+    FLIP_US_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    from_generation: int
+    to_generation: int
+    from_mode: _common_pb2.PrecisionMode
+    to_mode: _common_pb2.PrecisionMode
+    hash: str
+    parameter_set: str
+    changed: bool
+    done: bool
+    proofs: _containers.RepeatedCompositeFieldContainer[ModeProof]
+    phases_ms: _containers.ScalarMap[str, float]
+    flip_us: float
+    total_ms: float
+    def __init__(self, model: _Optional[str] = ..., from_generation: _Optional[int] = ..., to_generation: _Optional[int] = ..., from_mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., to_mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., hash: _Optional[str] = ..., parameter_set: _Optional[str] = ..., changed: _Optional[bool] = ..., done: _Optional[bool] = ..., proofs: _Optional[_Iterable[_Union[ModeProof, _Mapping]]] = ..., phases_ms: _Optional[_Mapping[str, float]] = ..., flip_us: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
+
+class ModeProof(_message.Message):
+    __slots__ = ("mode", "kl_before", "kl_after", "agreement")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    KL_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    KL_AFTER_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    mode: _common_pb2.PrecisionMode
+    kl_before: float
+    kl_after: float
+    agreement: float
+    def __init__(self, mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., kl_before: _Optional[float] = ..., kl_after: _Optional[float] = ..., agreement: _Optional[float] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ("model",)
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -84,7 +157,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rss_bytes: _Optional[int] = ..., available_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("name", "state", "reason", "engine", "mode", "generation", "hash", "modes", "running_requests", "waiting_requests", "kv_blocks_total", "kv_blocks_free", "context_length", "architecture", "path", "change_in_progress", "kv_cache_bytes")
+    __slots__ = ("name", "state", "reason", "engine", "mode", "generation", "hash", "modes", "running_requests", "waiting_requests", "kv_blocks_total", "kv_blocks_free", "context_length", "architecture", "path", "change_in_progress", "kv_cache_bytes", "parameter_set", "generations")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +175,8 @@ class ModelStatus(_message.Message):
     PATH_FIELD_NUMBER: _ClassVar[int]
     CHANGE_IN_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_SET_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: ModelState
     reason: str
@@ -119,7 +194,34 @@ class ModelStatus(_message.Message):
     path: str
     change_in_progress: str
     kv_cache_bytes: int
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., reason: _Optional[str] = ..., engine: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., generation: _Optional[int] = ..., hash: _Optional[str] = ..., modes: _Optional[_Iterable[_Union[ModeStatus, _Mapping]]] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., context_length: _Optional[int] = ..., architecture: _Optional[str] = ..., path: _Optional[str] = ..., change_in_progress: _Optional[str] = ..., kv_cache_bytes: _Optional[int] = ...) -> None: ...
+    parameter_set: str
+    generations: _containers.RepeatedCompositeFieldContainer[GenerationStatus]
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., reason: _Optional[str] = ..., engine: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., generation: _Optional[int] = ..., hash: _Optional[str] = ..., modes: _Optional[_Iterable[_Union[ModeStatus, _Mapping]]] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., context_length: _Optional[int] = ..., architecture: _Optional[str] = ..., path: _Optional[str] = ..., change_in_progress: _Optional[str] = ..., kv_cache_bytes: _Optional[int] = ..., parameter_set: _Optional[str] = ..., generations: _Optional[_Iterable[_Union[GenerationStatus, _Mapping]]] = ...) -> None: ...
+
+class GenerationStatus(_message.Message):
+    __slots__ = ("number", "hash", "parameter_set", "committed", "active", "resident", "kl")
+    class KlEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_SET_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    KL_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    hash: str
+    parameter_set: str
+    committed: _timestamp_pb2.Timestamp
+    active: bool
+    resident: bool
+    kl: _containers.ScalarMap[str, float]
+    def __init__(self, number: _Optional[int] = ..., hash: _Optional[str] = ..., parameter_set: _Optional[str] = ..., committed: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., active: _Optional[bool] = ..., resident: _Optional[bool] = ..., kl: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ModeStatus(_message.Message):
     __slots__ = ("mode", "resident", "bytes", "tokens", "requests")
@@ -212,7 +314,7 @@ class GetHistoryResponse(_message.Message):
     def __init__(self, entries: _Optional[_Iterable[_Union[HistoryEntry, _Mapping]]] = ...) -> None: ...
 
 class HistoryEntry(_message.Message):
-    __slots__ = ("sequence", "time", "model", "kind", "actor", "from_mode", "to_mode", "generation", "hash", "in_flight", "outcome", "reason", "phases_ms", "flip_us")
+    __slots__ = ("sequence", "time", "model", "kind", "actor", "from_mode", "to_mode", "generation", "hash", "in_flight", "outcome", "reason", "phases_ms", "flip_us", "from_generation", "parameter_set", "proofs")
     class PhasesMsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +336,9 @@ class HistoryEntry(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     PHASES_MS_FIELD_NUMBER: _ClassVar[int]
     FLIP_US_FIELD_NUMBER: _ClassVar[int]
+    FROM_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_SET_FIELD_NUMBER: _ClassVar[int]
+    PROOFS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     time: _timestamp_pb2.Timestamp
     model: str
@@ -248,7 +353,10 @@ class HistoryEntry(_message.Message):
     reason: str
     phases_ms: _containers.ScalarMap[str, float]
     flip_us: float
-    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., model: _Optional[str] = ..., kind: _Optional[str] = ..., actor: _Optional[str] = ..., from_mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., to_mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., generation: _Optional[int] = ..., hash: _Optional[str] = ..., in_flight: _Optional[_Union[_common_pb2.InFlight, str]] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., phases_ms: _Optional[_Mapping[str, float]] = ..., flip_us: _Optional[float] = ...) -> None: ...
+    from_generation: int
+    parameter_set: str
+    proofs: _containers.RepeatedCompositeFieldContainer[ModeProof]
+    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., model: _Optional[str] = ..., kind: _Optional[str] = ..., actor: _Optional[str] = ..., from_mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., to_mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., generation: _Optional[int] = ..., hash: _Optional[str] = ..., in_flight: _Optional[_Union[_common_pb2.InFlight, str]] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., phases_ms: _Optional[_Mapping[str, float]] = ..., flip_us: _Optional[float] = ..., from_generation: _Optional[int] = ..., parameter_set: _Optional[str] = ..., proofs: _Optional[_Iterable[_Union[ModeProof, _Mapping]]] = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
     __slots__ = ("model",)

@@ -39,6 +39,16 @@ class ControlStub:
                 request_serializer=dskapi_dot_v1_dot_control__pb2.SwitchPrecisionRequest.SerializeToString,
                 response_deserializer=dskapi_dot_v1_dot_control__pb2.SwitchPrecisionResponse.FromString,
                 _registered_method=True)
+        self.ApplyConfig = channel.unary_unary(
+                '/dskapi.v1.Control/ApplyConfig',
+                request_serializer=dskapi_dot_v1_dot_control__pb2.ApplyConfigRequest.SerializeToString,
+                response_deserializer=dskapi_dot_v1_dot_control__pb2.ChangeResponse.FromString,
+                _registered_method=True)
+        self.Rollback = channel.unary_unary(
+                '/dskapi.v1.Control/Rollback',
+                request_serializer=dskapi_dot_v1_dot_control__pb2.RollbackRequest.SerializeToString,
+                response_deserializer=dskapi_dot_v1_dot_control__pb2.ChangeResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/dskapi.v1.Control/GetStatus',
                 request_serializer=dskapi_dot_v1_dot_control__pb2.GetStatusRequest.SerializeToString,
@@ -76,6 +86,21 @@ class ControlServicer:
 
     def SwitchPrecision(self, request, context):
         """Changes the mode a model serves in, between two tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ApplyConfig(self, request, context):
+        """Applies a quant config: another parameter set, other precisions of layers, another mode. What is new is built and
+        proven beside what serves, then takes over between two tokens; a refused config changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rollback(self, request, context):
+        """Returns to an earlier generation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,6 +155,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.SwitchPrecision,
                     request_deserializer=dskapi_dot_v1_dot_control__pb2.SwitchPrecisionRequest.FromString,
                     response_serializer=dskapi_dot_v1_dot_control__pb2.SwitchPrecisionResponse.SerializeToString,
+            ),
+            'ApplyConfig': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyConfig,
+                    request_deserializer=dskapi_dot_v1_dot_control__pb2.ApplyConfigRequest.FromString,
+                    response_serializer=dskapi_dot_v1_dot_control__pb2.ChangeResponse.SerializeToString,
+            ),
+            'Rollback': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rollback,
+                    request_deserializer=dskapi_dot_v1_dot_control__pb2.RollbackRequest.FromString,
+                    response_serializer=dskapi_dot_v1_dot_control__pb2.ChangeResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -189,6 +224,60 @@ class Control:
             '/dskapi.v1.Control/SwitchPrecision',
             dskapi_dot_v1_dot_control__pb2.SwitchPrecisionRequest.SerializeToString,
             dskapi_dot_v1_dot_control__pb2.SwitchPrecisionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyConfig(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dskapi.v1.Control/ApplyConfig',
+            dskapi_dot_v1_dot_control__pb2.ApplyConfigRequest.SerializeToString,
+            dskapi_dot_v1_dot_control__pb2.ChangeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rollback(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dskapi.v1.Control/Rollback',
+            dskapi_dot_v1_dot_control__pb2.RollbackRequest.SerializeToString,
+            dskapi_dot_v1_dot_control__pb2.ChangeResponse.FromString,
             options,
             channel_credentials,
             insecure,

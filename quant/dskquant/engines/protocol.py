@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dskquant.modes import PrecisionMode
+from dskquant.parameter_set import ParameterSet
 from dskquant.scheme import Role
 
 Int32 = NDArray[np.int32]
@@ -156,8 +157,16 @@ class Engine(Protocol):
         """The weight matrices of the stored model, in the order of execution."""
         ...
 
-    def compile(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> Graph:
+    def compile(
+        self,
+        store: Path,
+        modes: Collection[PrecisionMode],
+        options: CompileOptions,
+        parameters: ParameterSet | None = None,
+    ) -> Graph:
         """Builds the graph that serves `modes`, which must be modes of one graph (see `CompileOptions.graph_key`).
+
+        Quantized modes compute with `parameters`, whose codes must be stored; None: the default set of `store`.
 
         Raises `dskquant.errors.StoreError` when files of the store are missing or damaged, EngineError when the engine
         cannot compile what is in them.

@@ -17,6 +17,7 @@ from dskquant.engines.openvino.plane_rewrite import use_planes
 from dskquant.engines.protocol import CompileOptions, WeightSource
 from dskquant.errors import EngineError
 from dskquant.modes import QUANTIZED, PrecisionMode
+from dskquant.parameter_set import ParameterSet
 from dskquant.store import DEFAULT_PARAMETER_SET, StoreManifest
 
 WORKSPACE_BYTES = 256 << 20
@@ -32,7 +33,13 @@ class OpenVINOEngine:
     def weights(self, store: Path) -> Sequence[WeightSource]:
         return find_weights(read_ir(store))
 
-    def compile(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> OpenVINOGraph:
+    def compile(
+        self,
+        store: Path,
+        modes: Collection[PrecisionMode],
+        options: CompileOptions,
+        parameters: ParameterSet | None = None,
+    ) -> OpenVINOGraph:
         modes = frozenset(modes)
         if not modes or modes - options.graph_key(next(iter(modes))):
             raise ValueError(f"no single graph serves {sorted(mode.value for mode in modes)}")
@@ -43,7 +50,7 @@ class OpenVINOEngine:
         served = options.graph_key(next(iter(modes)))
         source = None
         if served <= QUANTIZED:
-            source = use_planes(model, parameter_set.read(store / DEFAULT_PARAMETER_SET), served)
+            source = use_planes(model, parameters or parameter_set.read(store / DEFAULT_PARAMETER_SET), served)
         try:
             compiled = ov.Core().compile_model(model, "CPU", compile_properties(modes, options))
         except RuntimeError as error:
