@@ -174,11 +174,11 @@ def store(tmp_path: Path) -> Path:
 
 def new_manager(store: Path, engine: ToyEngine, events: EventBus, history: History, **config: Any) -> QuantizerManager:
     model = ModelConfig(store, **{"kv_cache_bytes": ByteSize(1 << 20), "proof": TOY_PROOF, **config})
-    return QuantizerManager("m", model, SchedulerConfig(), engine, state_file_of(store), events, history)
+    return QuantizerManager("m", model, SchedulerConfig(), engine, state_file_of(store).parent, events, history)
 
 
 def state_file_of(store: Path) -> Path:
-    return store.parent / "state" / "m.json"
+    return store.parent / "state" / "state.json"
 
 
 @asynccontextmanager
@@ -449,7 +449,7 @@ async def test_a_damaged_state_file_is_told_and_replaced(store: Path, content: b
             assert bench.mode is INT4
             await bench.switch(INT8)
     (error,) = (line for line in lines if line["log_level"] == "error")
-    assert error["event"].startswith("damaged state file")
+    assert error["event"] == "committed state cannot be read"
     assert error["path"] == str(path)
     async with serving(store) as bench:
         assert bench.mode is INT8
@@ -466,12 +466,12 @@ async def test_a_committed_mode_that_cannot_be_built_gives_way_to_the_default(
     with capture_logs() as lines:
         async with serving(store) as bench:
             assert await bench.modes_of_an_answer() == {INT4}
-            (entry,) = bench.history.newest("m", 10)
+            entry, _ = bench.history.newest("m", 10)
     (error,) = (line for line in lines if line["log_level"] == "error")
-    assert error["event"].startswith("committed mode lost")
-    assert (entry.outcome, entry.from_mode, entry.to_mode, entry.actor) == ("rejected", INT4, FP32, "daemon")
+    assert error["event"] == "what was committed cannot serve"
+    assert (entry.kind, entry.outcome, entry.to_mode, entry.actor) == ("recover", "rejected", FP32, "daemon")
     assert error["reason"] == entry.reason
-    assert entry.reason.startswith("loading fp32 needs")
+    assert entry.reason.startswith("committed mode lost: starting in the default mode: loading fp32 needs")
 
 
 def test_a_second_daemon_on_a_state_directory_is_refused(tmp_path: Path) -> None:

@@ -19,9 +19,13 @@ MADE = 7  # the token that every step makes
 
 
 def make_scheduler(
-    num_blocks: int = 100, max_batch_tokens: int = 16, max_sequences: int = 8, max_waiting: int = 100
+    num_blocks: int = 100,
+    max_batch_tokens: int = 16,
+    max_sequences: int = 8,
+    max_waiting: int = 100,
+    prefix_cache: bool = False,
 ) -> Scheduler:
-    config = SchedulerConfig(max_batch_tokens, max_sequences, max_waiting)
+    config = SchedulerConfig(max_batch_tokens, max_sequences, max_waiting, prefix_cache)
     return Scheduler(config, BlockPool(num_blocks, BLOCK_SIZE))
 
 
@@ -168,18 +172,57 @@ def test_the_check_finds_a_lost_block() -> None:
         scheduler.check()
 
 
+def test_the_check_finds_a_block_with_an_owner_that_does_not_run() -> None:
+    scheduler = make_scheduler(prefix_cache=True)
+    (sequence,) = add(scheduler, 9)
+    run_step(scheduler)
+    scheduler.schedule()
+    assert sequence.keys is not None
+    scheduler.check()
+    scheduler.pool.share(sequence.keys.before_last(sequence.tokens))
+    with pytest.raises(InternalError, match="other owners"):
+        scheduler.check()
+
+
+def test_a_prompt_whose_beginning_is_shared_needs_fewer_blocks_and_less_of_the_budget() -> None:
+    scheduler = make_scheduler(num_blocks=7, max_batch_tokens=20, prefix_cache=True)
+    add(scheduler, 16)
+    run_step(scheduler)
+    scheduler.add(make_sequence(18, name="like it"))  # five blocks; three are free, one of them not for it
+    assert tokens_of(scheduler.schedule()) == {"0": 1, "like it": 2}
+    assert scheduler.pool.num_free == 7 - 6
+
+
+def test_blocks_that_are_kept_for_others_are_free_for_whoever_comes() -> None:
+    scheduler = make_scheduler(num_blocks=4, prefix_cache=True)
+    (first,) = add(scheduler, 12, max_new_tokens=4)
+    run_step(scheduler)
+    scheduler.remove(first)
+    assert (scheduler.pool.num_free, scheduler.pool.num_published) == (4, 3)
+    other = Sequence(GenerationRequest("other", tuple(range(50, 64)), 3), PrecisionMode.INT4)
+    scheduler.add(other)
+    assert tokens_of(run_step(scheduler)) == {"other": 14}
+    scheduler.check()
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=12),
     num_blocks=st.integers(13, 30),
     budget=st.integers(4, 24),
     arrivals=st.integers(0, 6),
+    prefix_cache=st.booleans(),
 )
 def test_every_request_ends_in_order_of_arrival_within_the_budget_and_no_block_is_lost(
-    sizes: list[tuple[int, int]], num_blocks: int, budget: int, arrivals: int
+    sizes: list[tuple[int, int]], num_blocks: int, budget: int, arrivals: int, prefix_cache: bool
 ) -> None:
-    """Whatever the sizes: nobody gets a first token before somebody older, and all get the tokens they asked for."""
-    scheduler = make_scheduler(num_blocks=num_blocks, max_batch_tokens=budget, max_sequences=4)
+    """Whatever the sizes: nobody gets a first token before somebody older, and all get the tokens they asked for.
+
+    The prompts all begin alike, so that with a prefix cache their blocks are shared.
+    """
+    scheduler = make_scheduler(
+        num_blocks=num_blocks, max_batch_tokens=budget, max_sequences=4, prefix_cache=prefix_cache
+    )
     sequences = [make_sequence(prompt, new, str(i)) for i, (prompt, new) in enumerate(sizes)]
     late = sequences[arrivals:]
     for sequence in sequences[:arrivals]:

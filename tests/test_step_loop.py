@@ -336,35 +336,62 @@ def test_a_mode_is_not_installed_twice_in_one_generation() -> None:
         bench.now(bench.loop.install(1, FakeGraph({FP32})))
 
 
-def test_a_retired_graph_serves_its_open_requests_to_their_end_and_is_then_dropped() -> None:
+def test_a_graph_is_retired_only_when_no_open_request_uses_it() -> None:
     bench = Bench()
     bench.submit("a", new=3, precision=FP32)
     bench.step()
-    retired = bench.loop.retire(1, frozenset({FP32}))
-    bench.loop.apply_commands()
+    assert not bench.now(bench.loop.retire(1, frozenset({FP32})))
+    bench.run_all()
+    assert bench.modes("a") == [FP32] * 3
+    assert bench.now(bench.loop.retire(1, frozenset({FP32})))
     with pytest.raises(FailedPreconditionError, match="not resident"):
         bench.submit("late", precision=FP32)
     with pytest.raises(FailedPreconditionError, match="not resident"):
         bench.now(bench.loop.flip(FP32, 1, MIGRATE))
-    bench.step()
-    assert not retired.done()
-    bench.step()
-    assert retired.result(timeout=0) is None
-    assert bench.modes("a") == [FP32] * 3
     graph = weakref.ref(bench.graphs.pop(frozenset({FP32})))
     assert graph() is None
 
 
-def test_a_retired_graph_is_dropped_when_its_last_request_migrates_away() -> None:
+def test_a_graph_can_be_retired_when_its_last_request_has_migrated_away() -> None:
     bench = Bench()
     bench.now(bench.loop.flip(FP16, 1, MIGRATE))
     bench.submit("a", new=3)
     bench.now(bench.loop.flip(INT4, 1, FINISH))
-    retired = bench.loop.retire(1, frozenset({FP16}))
-    bench.loop.apply_commands()
-    assert not retired.done()
+    assert not bench.now(bench.loop.retire(1, frozenset({FP16})))
     bench.now(bench.loop.flip(INT8, 1, MIGRATE))
-    assert retired.done()
+    assert bench.now(bench.loop.retire(1, frozenset({FP16})))
+
+
+def test_while_suspended_nothing_runs_and_then_requests_go_on_with_the_graph_that_came() -> None:
+    bench = Bench()
+    first = bench.submit("a", new=4)
+    bench.step()
+    bench.now(bench.loop.suspend(1, frozenset({INT4, INT8})))
+    second = bench.submit("b", new=2)
+    bench.step()
+    assert len(bench.ids("a")) == 1
+    successor = FakeGraph({INT4, INT8}, 2)
+    successor.bind(bench.cache)
+    bench.now(bench.loop.install(2, successor))
+    bench.now(bench.loop.flip(INT4, 2, MIGRATE))
+    bench.now(bench.loop.resume())
+    bench.run_all()
+    assert [token.generation for token in bench.tokens("a")] == [1, 2, 2, 2]
+    for request in (first, second):
+        assert_right_answer(request.prompt, bench.tokens(request.request_id))
+
+
+def test_requests_whose_graph_does_not_come_back_are_ended_and_others_go_on() -> None:
+    bench = Bench()
+    bench.submit("lost", new=4)
+    bench.submit("kept", new=4, precision=FP32)
+    bench.step()
+    bench.now(bench.loop.suspend(1, frozenset({INT4, INT8})))
+    bench.now(bench.loop.resume())
+    bench.run_all()
+    assert isinstance(bench.last("lost").error, UnavailableError)
+    assert bench.modes("kept") == [FP32] * 4
+    bench.assert_pool_is_whole()
 
 
 @pytest.mark.parametrize(("generation", "mode", "reason"), [(1, INT4, "is active"), (7, FP32, "not resident")])
@@ -554,7 +581,7 @@ def test_stopping_ends_what_is_left_and_refuses_what_comes_after() -> None:
         drained, retired = loop.drain(TIMEOUT), loop.retire(1, frozenset({FP32}))
     assert isinstance(bench.last("a").error, UnavailableError)
     assert drained.result(timeout=0) == 1
-    assert retired.result(timeout=0) is None
+    assert retired.result(timeout=0)
     with pytest.raises(UnavailableError):
         loop.submit(GenerationRequest("b", (1,), 1)).result(timeout=0)
 
@@ -711,8 +738,10 @@ class LoopMachine(RuleBasedStateMachine):
         if (mode, generation) == self.active:
             assert isinstance(retired.exception(timeout=0), FailedPreconditionError)
             return
-        self.resident.remove((mode, generation))
-        assert retired.done() == ((mode, generation) not in self.labels.values())
+        is_used = (mode, generation) in self.labels.values()
+        assert retired.result(timeout=0) is not is_used
+        if not is_used:
+            self.resident.remove((mode, generation))
 
     @rule()
     def step(self) -> None:

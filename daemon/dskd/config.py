@@ -107,6 +107,7 @@ class SchedulerConfig:
     max_batch_tokens: Annotated[int, Between(1)] = 512
     max_sequences: Annotated[int, Between(1)] = 64
     max_waiting: Annotated[int, Between(1)] = 256
+    prefix_cache: bool = True  # prompts that begin alike share the cache of what they have in common
 
     def problems(self) -> Problems:
         if self.max_sequences > self.max_batch_tokens:
@@ -169,7 +170,7 @@ class ModelConfig:
     activation_group: Annotated[int, Between(0)] = 128  # 0: float activations
     on_demand_ttl_s: Annotated[float, Between(0)] = 60.0
     swap: SwapPolicy = SwapPolicy.AVAILABILITY
-    keep_generations: Annotated[int, Between(1)] = 4  # that a rollback can return to, the serving one included
+    keep_generations: Annotated[int, Between(2)] = 4  # that a rollback can return to, the serving one included
     keep_previous_s: Annotated[float, Between(0)] = 0.0  # the graphs of the one before stay in memory this long
     proof: ProofConfig = ProofConfig()
 

@@ -12,11 +12,14 @@ from dskd.host import HostFactory, ModelHost
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
 from dskd.manager.manager import QuantizerManager
-from dskd.manager.types import ManagerSnapshot, SwitchReport
+from dskd.manager.types import Change, ChangeReport, ManagerSnapshot, SwitchReport
 from dskd.text.tokenizer import TextCodec
 from dskquant.engines import load_engine
 from dskquant.modes import PrecisionMode
 from dskquant.store import StoreManifest
+
+MODELS = "models"
+"""Directory in the state directory with one for each model."""
 
 
 def host_factory(config: Config) -> HostFactory:
@@ -42,7 +45,7 @@ class StoredModelHost:
             model,
             config.scheduler,
             load_engine(model.engine),
-            config.server.state_dir / f"{name}.json",
+            config.server.state_dir / MODELS / name,
             events,
             history,
         )
@@ -60,6 +63,12 @@ class StoredModelHost:
 
     async def switch(self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool) -> SwitchReport:
         return await self._manager.switch(mode, in_flight, actor, wait)
+
+    async def apply(self, change: Change, actor: str, *, dry_run: bool, wait: bool) -> ChangeReport:
+        return await self._manager.apply(change, actor, dry_run=dry_run, wait=wait)
+
+    async def rollback(self, generation: int | None, in_flight: InFlight, actor: str, wait: bool) -> ChangeReport:
+        return await self._manager.rollback(generation, in_flight, actor, wait)
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[StepOutput, None]:
         return self._manager.generate(request)

@@ -110,3 +110,4 @@ class LoopSnapshot:
     steps: int = 0
     tokens_by_mode: dict[PrecisionMode, int] = field(default_factory=dict)
     requests_by_mode: dict[PrecisionMode, int] = field(default_factory=dict)
+    requests_by_graph: dict[tuple[int, PrecisionMode], int] = field(default_factory=dict)  # by generation and mode

@@ -1,17 +1,18 @@
 """Who runs in the next step, and with how many tokens. A plain object: no engine, no threads, no clock.
 
 Continuous batching with chunked prefill (Yu et al., Orca, OSDI 2022; Agrawal et al., Sarathi-Serve, OSDI 2024) over a
-paged cache, with preemption by recompute (Kwon et al., PagedAttention, SOSP 2023). Strictly first come, first served:
-running and waiting sequences, taken together, always stand in the order of their arrival.
+paged cache, with shared prefixes and preemption by recompute (Kwon et al., PagedAttention, SOSP 2023). Strictly first
+come, first served: running and waiting sequences, taken together, always stand in the order of their arrival.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from dskd.config import SchedulerConfig
 from dskd.engine.block_pool import BlockPool
+from dskd.engine.prefix_cache import PrefixCache
 from dskd.engine.sequence import NO_BLOCKS, Chunk, Sequence
 from dskd.errors import InternalError, ResourceExhaustedError
 
@@ -27,6 +28,7 @@ class Scheduler:
         self.pool = pool
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
+        self._prefixes = PrefixCache(pool)
 
     @property
     def has_sequences(self) -> bool:
@@ -54,6 +56,7 @@ class Scheduler:
 
         Every sequence in mid-answer gets its one token; what is left of the budget goes to prompts, the oldest first.
         """
+        self._prefixes.publish(self.running)
         chunks = self._schedule_decodes()
         budget = self.config.max_batch_tokens - len(chunks)
         budget = self._schedule_prefills(chunks, budget)
@@ -63,12 +66,15 @@ class Scheduler:
     def postprocess(self, chunk: Chunk) -> None:
         """Notes that the tokens of `chunk` have gone through a graph and are in the cache."""
         chunk.sequence.num_cached += chunk.num_tokens
+        self._prefixes.note_writer(chunk.sequence)
 
     def preempt(self) -> Sequence:
-        """Sends the youngest running sequence back to the head of the line; all its tokens will be computed again."""
+        """Sends the youngest running sequence back to the head of the line.
+
+        Its tokens will be computed again, but for those whose blocks were published and are still kept then.
+        """
         youngest = self.running.pop()
         self._release(youngest)
-        youngest.num_cached = 0
         youngest.preemptions += 1
         self.waiting.appendleft(youngest)
         return youngest
@@ -79,11 +85,14 @@ class Scheduler:
         self._release(sequence)
 
     def check(self) -> None:
-        """Raises InternalError unless the pool is sound and the blocks that are out are those of running sequences."""
+        """Raises InternalError unless the pool is sound and the owners of its blocks are the running sequences."""
         self.pool.check()
-        held = sum(len(sequence.blocks) for sequence in self.running)
-        if held + self.pool.num_free != self.pool.num_blocks:
-            raise InternalError(f"{self.pool.num_blocks - self.pool.num_free} KV blocks are out, {held} are in use")
+        held = Counter(block for sequence in self.running for block in sequence.blocks.tolist())
+        num_out = self.pool.num_blocks - self.pool.num_free
+        if len(held) != num_out:
+            raise InternalError(f"{num_out} KV blocks are out, {len(held)} are in use")
+        if any(self.pool.num_owners(block) != count for block, count in held.items()):
+            raise InternalError("KV blocks have other owners than the running sequences")
 
     def _schedule_decodes(self) -> list[Chunk]:
         # The oldest first, while preemption takes the youngest: no victim has its chunk already, and the list that is
@@ -111,16 +120,27 @@ class Scheduler:
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         while budget and self.waiting and len(self.running) < self.config.max_sequences:
-            needed = self.pool.blocks_for(len(self.waiting[0].tokens))
+            sequence = self.waiting[0]
+            if self.config.prefix_cache:
+                self._prefixes.reuse(sequence)
+            missing = self.pool.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
             # One more block for each one that runs, lest the newcomer be preempted before it has made a token.
-            if needed + len(self.running) > self.pool.num_free:
+            if missing + len(self.running) > self.pool.num_free:
+                self._release(sequence)
                 return
-            sequence = self.waiting.popleft()
-            sequence.blocks = self.pool.allocate(needed)
-            self.running.append(sequence)
+            self._start(sequence)
             chunks.append(Chunk(sequence, min(budget, sequence.num_uncached)))
             budget -= chunks[-1].num_tokens
 
+    def _start(self, sequence: Sequence) -> None:
+        """Lets the first of those who wait run."""
+        self.running.append(self.waiting.popleft())
+        sequence.blocks = self.pool.append(sequence.blocks, len(sequence.tokens))
+        if not sequence.preemptions:
+            sequence.num_reused = sequence.num_cached
+
     def _release(self, sequence: Sequence) -> None:
+        self._prefixes.publish([sequence])
         self.pool.free(sequence.blocks)
         sequence.blocks = NO_BLOCKS
+        sequence.num_cached = 0

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import numpy as np
 
+from dskd.engine.block_keys import BlockKeys
 from dskd.engine.request import FinishReason, GenerationRequest
 from dskd.engine.sampler import TokenSampler
 from dskquant.engines.protocol import Int32
 from dskquant.modes import PrecisionMode
 
 NO_BLOCKS: Int32 = np.empty(0, np.int32)
+NEVER = sys.maxsize
 
 
 class Sequence:
@@ -22,9 +25,13 @@ class Sequence:
         "blocks",
         "first_token",
         "generation",
+        "keys",
         "mode",
         "num_cached",
+        "num_published",
+        "num_reused",
         "preemptions",
+        "publishes_beyond",
         "request",
         "sampler",
         "started",
@@ -40,7 +47,11 @@ class Sequence:
         self.sampler = TokenSampler(request.sampling, request.prompt, request.top_logprobs)
         self.tokens = list(request.prompt)  # prompt, then made tokens
         self.num_cached = 0  # leading tokens whose keys and values are in the cache
+        self.num_reused = 0  # leading tokens of the prompt that others had left in the cache
         self.blocks = NO_BLOCKS  # never written in place: replaced when it grows
+        self.keys: BlockKeys | None = None  # of `blocks`; None: it has not looked for shared ones yet
+        self.num_published = 0  # leading blocks that are shared, or hold the same as a block that is
+        self.publishes_beyond = NEVER  # number of tokens beyond which it has another block to publish
         self.preemptions = 0
         self.arrived = arrived  # seconds, as `started` and `first_token`
         self.started: float | None = None

@@ -59,6 +59,7 @@ class StepCore:
         self._drains: list[Future[int]] = []
         self._drain_deadline = math.inf
         self._aborted = 0
+        self._is_suspended = False
         self._steps = 0
         self._tokens_by_mode = dict.fromkeys(PrecisionMode, 0)
         self.snapshot = self._take_snapshot()
@@ -66,6 +67,10 @@ class StepCore:
     @property
     def is_idle(self) -> bool:
         return not self._scheduler.has_sequences
+
+    @property
+    def has_work(self) -> bool:
+        return not self._is_suspended and not self.is_idle
 
     def check(self) -> None:
         """Raises InternalError if blocks were lost or are used twice."""
@@ -80,7 +85,8 @@ class StepCore:
         if request.request_id in self._open:
             raise InvalidArgumentError("request_id", f"{request.request_id!r} is open already")
         mode = request.precision or self._mode
-        self._graphs.require((self._generation, mode))
+        if not self._is_suspended:  # else the graph is on its way
+            self._graphs.require((self._generation, mode))
         sequence = Sequence(request, mode, self._generation, arrived)
         self._scheduler.add(sequence)
         self._open[request.request_id] = sequence
@@ -107,11 +113,27 @@ class StepCore:
         microseconds = (time.perf_counter_ns() - began) / 1000
         return FlipReport(from_mode, mode, generation, microseconds, migrated)
 
-    def retire(self, generation: int, modes: frozenset[PrecisionMode], done: Future[None]) -> None:
-        """Gives these graphs to no new request; `done` resolves when they are dropped."""
+    def retire(self, generation: int, modes: frozenset[PrecisionMode]) -> bool:
+        """Forgets these graphs unless an open request uses one of them; whether it did."""
         if generation == self._generation and self._mode in modes:
             raise FailedPreconditionError(self._mode.value, f"{self._mode.value} of generation {generation} is active")
-        self._graphs.retire(generation, modes, done)
+        if any(sequence.generation == generation and sequence.mode in modes for sequence in self._scheduler.sequences):
+            return False
+        self._graphs.drop(generation, modes)
+        return True
+
+    def suspend(self, generation: int, modes: frozenset[PrecisionMode]) -> None:
+        """Holds all steps until `resume`, and forgets these graphs though they may be in use."""
+        self._graphs.drop(generation, modes)
+        self._is_suspended = True
+
+    def resume(self) -> None:
+        """Goes on with the steps; requests whose graph has not come back end with UnavailableError."""
+        self._is_suspended = False
+        for sequence in list(self._scheduler.sequences):
+            if sequence.served_by not in self._graphs:
+                reason = f"{sequence.mode.value} of generation {sequence.generation} is gone"
+                self._end(sequence, error=UnavailableError(reason))
 
     def drain(self, grace_s: float, done: Future[int]) -> None:
         """Refuses new requests; `done` resolves, with the number of those aborted, when none is open any more."""
@@ -142,8 +164,6 @@ class StepCore:
         if time.perf_counter() >= self._drain_deadline:
             self._abort_all()
         self._tell()
-        if self._graphs.has_retirements:
-            self._graphs.drop_unused({sequence.served_by for sequence in self._scheduler.sequences})
         self.snapshot = self._take_snapshot()
         if self._drains and self.is_idle:
             drained, self._drains = self._drains, []
@@ -205,7 +225,7 @@ class StepCore:
     def _migrate(self) -> int:
         """Moves the open requests to the active mode and generation; the number of those whose mode changed."""
         migrated = 0
-        offered = {mode for mode in PrecisionMode if self._graphs.offers((self._generation, mode))}
+        offered = {mode for mode in PrecisionMode if (self._generation, mode) in self._graphs}
         for sequence in self._scheduler.sequences:
             if sequence.request.precision is None:
                 migrated += sequence.mode is not self._mode
@@ -257,6 +277,7 @@ class StepCore:
             steps=self._steps,
             tokens_by_mode=self._tokens_by_mode.copy(),
             requests_by_mode=dict(Counter(sequence.mode for sequence in scheduler.sequences)),
+            requests_by_graph=dict(Counter(sequence.served_by for sequence in scheduler.sequences)),
         )
 
 

@@ -108,12 +108,23 @@ class StepLoop:
         """
         return self._commands.ask(lambda: self._core.flip(mode, generation, in_flight))
 
-    def retire(self, generation: int, modes: frozenset[PrecisionMode]) -> Future[None]:
-        """Gives these graphs to no new request; resolves when no open request uses them and the loop has dropped them.
+    def retire(self, generation: int, modes: frozenset[PrecisionMode]) -> Future[bool]:
+        """Drops these graphs, unless an open request uses one of them; whether they were dropped.
 
-        FailedPreconditionError if one of them is active, not installed, or retiring already.
+        FailedPreconditionError if one of them is active or not installed.
         """
-        return self._commands.ask_later(lambda done: self._core.retire(generation, modes, done))
+        return self._commands.ask(lambda: self._core.retire(generation, modes))
+
+    def suspend(self, generation: int, modes: frozenset[PrecisionMode]) -> Future[None]:
+        """Holds all steps and forgets these graphs, so that they can be released; open and new requests wait.
+
+        FailedPreconditionError if one of the graphs is not installed.
+        """
+        return self._commands.ask(lambda: self._core.suspend(generation, modes))
+
+    def resume(self) -> Future[None]:
+        """Ends `suspend`; requests whose graph has not been installed again end with UnavailableError."""
+        return self._commands.ask(self._core.resume)
 
     def snapshot(self) -> LoopSnapshot:
         """The state after some recent step."""
@@ -128,7 +139,7 @@ class StepLoop:
 
     def run_one_step(self) -> None:
         """Runs one step if there is work. For the loop's thread, or for whoever drives a loop that was not started."""
-        if not self._core.is_idle:
+        if self._core.has_work:
             self._core.step()
             self._core.settle()
 
@@ -146,7 +157,7 @@ class StepLoop:
         self._core.abandon(reason)
 
     def _wait_for_work(self) -> None:
-        if self._core.is_idle:
+        if not self._core.has_work:
             self._core.check()
             self._commands.wait()
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dskd import memory
+from dskd.errors import FailedPreconditionError
+from dskd.manager.generation import Generation
 from dskd.manager.proof import Proof, Prover
 from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
 from dskquant.modes import PrecisionMode
@@ -28,6 +30,28 @@ class Build:
     phases_ms: dict[str, float] = field(default_factory=dict)
 
 
+class Overtaking:
+    """Tells a build that nobody wants it any more. The engines cannot be interrupted: it is asked between two phases.
+
+    May be used from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._by: str | None = None
+
+    def overtake(self, by: str) -> None:
+        """`by` is what has come instead, such as "a later change"."""
+        self._by = by
+
+    def happened(self) -> bool:
+        return self._by is not None
+
+    def check(self) -> None:
+        """Raises FailedPreconditionError if it was overtaken."""
+        if self._by is not None:
+            raise FailedPreconditionError("change", f"overtaken by {self._by}")
+
+
 @dataclass(frozen=True, slots=True)
 class Builder:
     """Builds the graphs of one model."""
@@ -37,20 +61,32 @@ class Builder:
     options: CompileOptions
     prover: Prover
 
-    def build(self, modes: frozenset[PrecisionMode], cache: KVCache | None) -> Build:
+    def require_memory(self, graphs: Collection[frozenset[PrecisionMode]], given_back: int = 0) -> None:
+        """Raises ResourceExhaustedError, with the numbers, unless the graphs of these modes fit into memory.
+
+        `given_back` bytes will be free by then that are not yet.
+        """
+        needed = sum(self.engine.estimate_bytes(self.store, modes, self.options) for modes in graphs)
+        names = ", ".join("+".join(sorted(mode.value for mode in modes)) for modes in graphs)
+        memory.require(max(needed - given_back, 0), f"loading {names}")
+
+    def build(
+        self, generation: Generation, modes: frozenset[PrecisionMode], cache: KVCache | None, overtaking: Overtaking
+    ) -> Build:
         """Blocks for as long as it takes. Without `cache` the caller binds the graph before it serves.
 
-        Raises ResourceExhaustedError when memory is short, FailedPreconditionError when the proof fails, StoreError
-        when files are damaged. Nothing of the graph is left then.
+        Raises ResourceExhaustedError when memory is short, FailedPreconditionError when the proof fails or it is
+        overtaken, StoreError when files are damaged. Nothing of the graph is left then.
         """
         phases: dict[str, float] = {}
         lower_priority()
+        overtaking.check()
         with _timed(phases, "validate"):
-            names = "+".join(sorted(mode.value for mode in modes))
-            memory.require(self.engine.estimate_bytes(self.store, modes, self.options), f"loading {names}")
+            self.require_memory([modes])
         with _timed(phases, "build"):
-            graph = self.engine.compile(self.store, modes, self.options)
+            graph = self.engine.compile(self.store, modes, self.options, generation.effective_parameters)
         try:
+            overtaking.check()
             with _timed(phases, "prove"):
                 proofs = self.prover.prove(graph)
                 graph.release_source()

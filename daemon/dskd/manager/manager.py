@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -13,32 +12,44 @@ import structlog
 
 from dskd import memory
 from dskd.config import ModelConfig, SchedulerConfig
-from dskd.engine.request import FlipReport, GenerationRequest, InFlight, LoopSnapshot, StepOutput
+from dskd.engine.request import GenerationRequest, InFlight, LoopSnapshot, StepOutput
 from dskd.engine.step_loop import StepLoop
-from dskd.errors import EXPECTED_ERRORS, FailedPreconditionError, UnavailableError
+from dskd.errors import EXPECTED_ERRORS, FailedPreconditionError
 from dskd.manager.answers import AnswerQueues
 from dskd.manager.build import Builder
+from dskd.manager.catalogue import Catalogue
+from dskd.manager.depot import SetDepot
 from dskd.manager.events import EventBus
 from dskd.manager.generation import Generation
 from dskd.manager.history import History
+from dskd.manager.journal import Journal
 from dskd.manager.proof import Prover
-from dskd.manager.residency import Residency
-from dskd.manager.state_file import Committed, committed_mode
-from dskd.manager.types import HistoryEntry, ManagerSnapshot, ModeState, SwitchReport
-from dskquant import golden, parameter_set
+from dskd.manager.residency import Residency, Retention
+from dskd.manager.start import StartingPoint, starting_points
+from dskd.manager.state_file import KeptGeneration, read_committed
+from dskd.manager.transitions import Plan, Serving, Transitions, kept_now
+from dskd.manager.types import (
+    Change,
+    ChangeReport,
+    GenerationState,
+    HistoryEntry,
+    ManagerSnapshot,
+    ModeState,
+    SwitchReport,
+)
+from dskquant import golden
 from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
-from dskquant.errors import StoreError
+from dskquant.errors import QuantError
 from dskquant.modes import LADDER, PrecisionMode
-from dskquant.parameter_set import ParameterSet
-from dskquant.store import DEFAULT_PARAMETER_SET, StoreManifest, verify
 
-FIRST_GENERATION = 1
+STATE = "state.json"
+SETS = "sets"
 
 T = TypeVar("T")
 
 
 class QuantizerManager:
-    """Owns the generation of a model. All methods belong to the asyncio thread.
+    """Owns the generations of a model. All methods belong to the asyncio thread.
 
     A change never costs a request: what is new is built and proven beside the old, then the step loop flips one
     reference between two steps. Whatever fails on the way leaves the old serving.
@@ -50,67 +61,96 @@ class QuantizerManager:
         config: ModelConfig,
         scheduler: SchedulerConfig,
         engine: Engine,
-        state_file: Path,
+        state_dir: Path,
         events: EventBus,
         history: History,
     ) -> None:
+        """`state_dir` is the model's own: its committed state and the parameter sets it may serve are kept there."""
         self._name = name
         self._config = config
         self._scheduler = scheduler
         self._engine = engine
-        self._state_file = state_file
+        self._state_dir = state_dir
         self._events = events
-        self._history = history
+        self._journal = Journal(name, events, history)
         self._log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger().bind(model=name)
-        self._commit_lock = asyncio.Lock()
-        self._last_ticket = 0  # of the switches asked for, in their order
-        self._committed_ticket = 0
         self._background: set[asyncio.Task[Any]] = set()
-        self._closing = False
 
     # Life
 
     async def start(self) -> None:
         """Builds and proves the resident modes, then serves. What it raises is a DskdError or QuantError."""
         store, config = self._config.path, self._config
-        parameters = await asyncio.to_thread(_verified_parameters, store)
-        prompts = await asyncio.to_thread(golden.read, store)
         options = CompileOptions(config.threads, config.kv_precision, config.activation_group, config.weights)
+        depot = SetDepot(self._state_dir / SETS)
+        catalogue = await asyncio.to_thread(Catalogue, store, depot, self._engine.name, options)
+        prompts = await asyncio.to_thread(golden.read, store)
         builder = Builder(self._engine, store, options, Prover(prompts, self._engine, config.proof))
-        self._generation = Generation.of(FIRST_GENERATION, parameters, self._engine.name, options)
-        self._residency = Residency(self._name, builder, self._generation.number, self._events)
-        self._mode = config.default_mode
+        self._residency = Residency(self._name, builder, self._events)
         try:
-            graph = await self._residency.build_first(config.resident)
-            await self._bring_back(self._starting_mode())
-            await self._start_loop(await asyncio.to_thread(self._allocate_cache, graph))
+            serving, last_number = await self._start_with_the_best(catalogue)
+            cache = await asyncio.to_thread(self._allocate_cache, self._residency.any_graph)
+            await self._start_loop(cache, serving)
         except BaseException:
             await asyncio.to_thread(self._residency.close)
             raise
-        self._spawn(self._residency.release_unused(config.resident, config.on_demand_ttl_s))
+        self._transitions = Transitions(
+            self._name,
+            config,
+            catalogue,
+            builder,
+            self._residency,
+            self._loop,
+            self._state_dir / STATE,
+            self._journal,
+            serving,
+            last_number,
+        )
+        retention = Retention(config.resident, config.on_demand_ttl_s, config.keep_previous_s)
+        self._spawn(self._residency.release_unused(retention))
 
-    def _starting_mode(self) -> PrecisionMode:
-        default = self._config.default_mode
-        try:
-            return committed_mode(self._state_file, default)
-        except (OSError, ValueError) as error:
-            self._log.error(
-                "damaged state file: starting in the default mode", path=str(self._state_file), reason=str(error)
-            )
-            return default
+    async def _start_with_the_best(self, catalogue: Catalogue) -> tuple[Serving, int]:
+        """Builds what was committed last; what stands in its way is told loudly, and the next best one serves."""
+        states = await asyncio.to_thread(read_committed, self._state_dir / STATE)
+        if states and states[0].change:
+            self._journal.recover(states[0].change)
+        *committed, last_resort = starting_points(states, self._config.default_mode)
+        for point in committed:
+            try:
+                return await self._start_with(point, catalogue)
+            except (QuantError, FailedPreconditionError) as error:  # noqa: PERF203
+                self._tell_lost(point, str(error))
+        return await self._start_with(last_resort, catalogue)
 
-    async def _bring_back(self, committed: PrecisionMode) -> None:
-        """Makes the committed mode the one that serves; when it cannot be built, the default mode serves instead."""
+    async def _start_with(self, point: StartingPoint, catalogue: Catalogue) -> tuple[Serving, int]:
+        generation, last_number = await asyncio.to_thread(_generation_of, point, catalogue)
+        await self._residency.build_first(generation, self._config.resident)
+        mode = await self._bring_back(generation, point.mode)
+        others = [kept for kept in point.kept if kept.number != generation.number]
+        kept = (kept_now(generation, self._residency), *others)[: self._config.keep_generations]
+        return Serving(generation, mode, kept), last_number
+
+    async def _bring_back(self, generation: Generation, committed: PrecisionMode) -> PrecisionMode:
+        """Builds the committed mode; when that cannot be, the default mode serves instead."""
         try:
-            if not self._residency.has(committed):
-                await self._residency.build_first([committed])
+            await self._residency.build_first(generation, [committed])
         except EXPECTED_ERRORS as error:
-            self._log.error(
-                "committed mode lost: starting in the default mode", mode=committed.value, reason=str(error)
-            )
-            self._note(replace(self._entry(committed, None, "daemon"), outcome="rejected", reason=str(error)))
-        else:
-            self._mode = committed
+            reason = f"committed mode lost: starting in the default mode: {error}"
+            self._note_recovery(replace(self._recovery(reason), to_mode=committed, generation=generation.number))
+            return self._config.default_mode
+        return committed
+
+    def _tell_lost(self, point: StartingPoint, reason: str) -> None:
+        number, found = (point.generation.number, point.generation.parameter_set) if point.generation else (0, "")
+        reason = f"committed generation lost: starting with the one before: {reason}"
+        self._note_recovery(replace(self._recovery(reason), to_mode=point.mode, generation=number, parameter_set=found))
+
+    def _recovery(self, reason: str) -> HistoryEntry:
+        return HistoryEntry(self._name, "recover", "daemon", "rejected", reason)
+
+    def _note_recovery(self, entry: HistoryEntry) -> None:
+        self._log.error("what was committed cannot serve", generation=entry.generation, reason=entry.reason)
+        self._journal.note(entry)
 
     def _allocate_cache(self, graph: Graph) -> KVCache:
         wanted, block = self._config.kv_cache_bytes, graph.cache_block_bytes
@@ -119,7 +159,7 @@ class QuantizerManager:
         memory.require(wanted, "the KV cache")
         return graph.allocate_cache(wanted // block)
 
-    async def _start_loop(self, cache: KVCache) -> None:
+    async def _start_loop(self, cache: KVCache, serving: Serving) -> None:
         self._answers = AnswerQueues()
         self._kv_cache_bytes = cache.nbytes
         self._loop = StepLoop(
@@ -127,11 +167,12 @@ class QuantizerManager:
             engine_name=self._engine.name,
             cache=cache,
             config=self._scheduler,
-            mode=self._mode,
-            generation=self._generation.number,
+            mode=serving.mode,
+            generation=serving.generation.number,
             deliver=self._answers.deliver,
         )
         self._loop.start()
+        self._residency.serve(serving.generation)
         try:
             await self._residency.attach(self._loop, cache)
         except BaseException:
@@ -143,7 +184,7 @@ class QuantizerManager:
 
         A build under way cannot be stopped and is waited for; the switch it was for is refused then.
         """
-        self._closing = True
+        self._transitions.close()
         aborted = await asyncio.wrap_future(self._loop.drain(grace_s))
         await self._residency.settle()
         while self._background:
@@ -175,10 +216,11 @@ class QuantizerManager:
                     self._loop.cancel(request.request_id)
 
     async def _submit(self, request: GenerationRequest) -> None:
-        self._require_open()
-        mode = request.precision or self._mode
-        with self._residency.holding(mode):
-            await self._residency.ensure(mode)
+        self._transitions.require_open()
+        now = self._transitions.serving
+        mode = request.precision or now.mode
+        with self._residency.holding(now.generation, [mode]):
+            await self._residency.ensure(now.generation, mode)
             await asyncio.wrap_future(self._loop.submit(request))
 
     # Changes
@@ -190,98 +232,88 @@ class QuantizerManager:
         Raises FailedPreconditionError when it fails its proof or is overtaken by a later switch, ResourceExhaustedError
         when memory is short, UnavailableError while the model is being unloaded; the old mode serves on.
         """
-        self._last_ticket += 1
-        resident = self._residency.has(mode)
-        switch = self._spawn(self._switch(self._last_ticket, mode, in_flight, actor))
-        if wait or resident:
-            return await asyncio.shield(switch)
-        return SwitchReport(self._mode, mode, self._generation.number, False, False, 0.0, 0.0, 0.0)
-
-    async def _switch(self, ticket: int, mode: PrecisionMode, in_flight: InFlight, actor: str) -> SwitchReport:
-        began = time.perf_counter()
-        entry = self._entry(mode, in_flight, actor)
-        resident = self._residency.has(mode)
-        try:
-            self._require_open()
-            with self._residency.holding(mode):
-                phases = await self._residency.ensure(mode)
-                prepared = time.perf_counter()
-                flip = await self._commit(ticket, mode, in_flight)
-        except EXPECTED_ERRORS as error:
-            self._note(replace(entry, outcome="rejected", reason=str(error)))
-            raise
-        ended = time.perf_counter()
-        phases["commit"] = (ended - prepared) * 1e3
-        self._note(replace(entry, from_mode=flip.from_mode, flip_us=flip.microseconds, phases_ms=phases))
-        prepare_ms = 0.0 if resident else (prepared - began) * 1e3
-        total_ms = (ended - began) * 1e3
+        now = self._transitions.serving
+        resident = self._residency.has(now.generation, mode)
+        plan = self._transitions.plan("switch", Change(mode, in_flight=in_flight), actor)
+        report = await self._enter(plan, wait or resident)
+        commit_ms = report.phases_ms.get("commit", 0.0)
+        prepare_ms = 0.0 if resident else report.total_ms - commit_ms
         return SwitchReport(
-            flip.from_mode, mode, flip.generation, resident, True, flip.microseconds, prepare_ms, total_ms
+            report.from_mode,
+            report.to_mode,
+            report.to_generation,
+            resident,
+            report.done,
+            report.flip_us,
+            prepare_ms if report.done else 0.0,
+            report.total_ms if report.done else 0.0,
         )
 
-    async def _commit(self, ticket: int, mode: PrecisionMode, in_flight: InFlight) -> FlipReport:
-        """Makes the switch durable, then flips. One at a time."""
-        async with self._commit_lock:
-            self._require_open()
-            if ticket < self._committed_ticket:
-                raise FailedPreconditionError(mode.value, f"overtaken by a later switch to {self._mode.value}")
-            state = Committed(mode.value, self._config.default_mode.value, self._generation.hash)
-            try:
-                await asyncio.to_thread(state.write, self._state_file)
-            except OSError as error:
-                raise FailedPreconditionError("state_dir", f"the switch cannot be made durable: {error}") from error
-            flip = await asyncio.wrap_future(self._loop.flip(mode, self._generation.number, in_flight))
-            self._mode, self._committed_ticket = mode, ticket
-            return flip
+    async def apply(self, change: Change, actor: str, *, dry_run: bool, wait: bool) -> ChangeReport:
+        """Makes `change`: builds and proves what it asks for beside what serves, commits it, flips between two steps.
 
-    def _require_open(self) -> None:
-        if self._closing:
-            raise UnavailableError("the model is being unloaded")
+        A change goes on when its caller goes away; without `wait` it is answered once it is validated. `dry_run` stops
+        there. Raises QuantError for a parameter set or layer rule that is no good, FailedPreconditionError when the
+        proof fails or a later change overtakes it, ResourceExhaustedError when memory or disk is short,
+        UnavailableError while the model is being unloaded; what served serves on.
+        """
+        plan = self._transitions.plan("apply", change, actor)
+        return await (self._transitions.try_out(plan) if dry_run else self._enter(plan, wait))
 
-    def _entry(self, mode: PrecisionMode, in_flight: InFlight | None, actor: str) -> HistoryEntry:
-        generation = self._generation
-        return HistoryEntry(
-            self._name,
-            "switch",
-            actor,
-            "committed",
-            from_mode=self._mode,
-            to_mode=mode,
-            generation=generation.number,
-            hash=generation.hash,
-            in_flight=in_flight,
-        )
+    async def rollback(self, generation: int | None, in_flight: InFlight, actor: str, wait: bool) -> ChangeReport:
+        """Returns to a kept generation (None: the one that served before), at once if its graphs are in memory.
 
-    def _note(self, entry: HistoryEntry) -> None:
-        """Tells history, listeners and log how a switch ended."""
-        entry = self._history.append(entry)
-        modes = {"from": _value(entry.from_mode), "to": _value(entry.to_mode)}
-        message = f"{modes['from']} -> {modes['to']} {entry.outcome}" + (f": {entry.reason}" if entry.reason else "")
-        figures = {"generation": entry.generation, "flip_us": entry.flip_us, "phases_ms": entry.phases_ms}
-        self._events.publish(f"switch.{entry.outcome}", self._name, message, actor=entry.actor, **modes, **figures)
-        self._log.info(f"switch {entry.outcome}", reason=entry.reason, actor=entry.actor, **modes, **figures)
+        Raises InvalidArgumentError for one that is not kept, FailedPreconditionError if there is none, and what `apply`
+        raises.
+        """
+        kept = self._transitions.kept(generation)
+        return await self._enter(self._transitions.plan("rollback", Change(in_flight=in_flight), actor, kept), wait)
+
+    async def _enter(self, plan: Plan, wait: bool) -> ChangeReport:
+        """Carries `plan` out in a task of its own; without `wait`, returns when it is validated."""
+        validated: asyncio.Future[ChangeReport] = asyncio.get_running_loop().create_future()
+        self._transitions.enter(plan)
+        work = self._spawn(self._transitions.carry_out(plan, validated.set_result))
+        if not wait:
+            await asyncio.wait({work, validated}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return validated.result()
+        return await asyncio.shield(work)
 
     # Display
 
     def snapshot(self) -> ManagerSnapshot:
         """State for display."""
-        loop = self._loop.snapshot()
+        loop, now = self._loop.snapshot(), self._transitions.serving
         return ManagerSnapshot(
             engine=self._engine.name,
-            mode=self._mode,
-            generation=self._generation.number,
-            hash=self._generation.hash,
-            modes=tuple(self._mode_state(mode, loop) for mode in LADDER),
+            mode=now.mode,
+            generation=now.generation.number,
+            hash=now.generation.hash,
+            parameter_set=now.generation.parameters.hash,
+            generations=tuple(self._generation_state(kept, now) for kept in now.kept),
+            modes=tuple(self._mode_state(mode, now.generation, loop) for mode in LADDER),
             loop=loop,
             kv_cache_bytes=self._kv_cache_bytes,
             change_in_progress=", ".join(f"preparing {name}" for name in self._residency.in_preparation),
         )
 
-    def _mode_state(self, mode: PrecisionMode, loop: LoopSnapshot) -> ModeState:
+    def _generation_state(self, kept: KeptGeneration, now: Serving) -> GenerationState:
+        return GenerationState(
+            kept.number,
+            kept.hash,
+            kept.parameter_set,
+            kept.committed,
+            active=kept.number == now.generation.number,
+            resident=self._residency.holds_generation(kept.number),
+            kl=kept.kl,
+        )
+
+    def _mode_state(self, mode: PrecisionMode, generation: Generation, loop: LoopSnapshot) -> ModeState:
         return ModeState(
             mode,
-            self._residency.has(mode),
-            self._residency.bytes_of(mode),
+            self._residency.has(generation, mode),
+            self._residency.bytes_of(generation, mode),
             loop.tokens_by_mode.get(mode, 0),
             loop.requests_by_mode.get(mode, 0),
         )
@@ -301,16 +333,15 @@ class QuantizerManager:
             self._log.error("background work failed", exc_info=error)
 
 
-def _verified_parameters(store: Path) -> ParameterSet:
-    """The parameter set of `store`. Raises StoreError when one of the two is damaged, or not made for the other."""
-    manifest = StoreManifest.read(store)
-    verify(store, manifest)
-    parameters = parameter_set.read(store / DEFAULT_PARAMETER_SET)
-    if parameters.weights_sha256 != manifest.weights_sha256:
-        raise StoreError(f"{parameters.directory}: made for other weights than those of {store}")
-    parameters.verify()
-    return parameters
+def _generation_of(point: StartingPoint, catalogue: Catalogue) -> tuple[Generation, int]:
+    """The generation to start with, and the last number there ever was. Raises QuantError when its set is damaged.
 
-
-def _value(mode: PrecisionMode | None) -> str:
-    return mode.value if mode else ""
+    What the configuration makes another one of (another group of activations, say) gets a number of its own.
+    """
+    number = point.last_number + 1
+    if point.generation is None:
+        return catalogue.generation(number, catalogue.default, ()), number
+    generation = catalogue.reopen(point.generation)
+    if generation.hash == point.generation.hash:
+        return generation, point.last_number
+    return replace(generation, number=number), number

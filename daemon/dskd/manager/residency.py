@@ -1,77 +1,136 @@
-"""Which graphs of a generation are in memory: built when asked for, released when long unused."""
+"""Which graphs of a model are in memory: built when asked for, shared where generations agree, released when unused."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import structlog
 
 from dskd import memory
 from dskd.engine.step_loop import StepLoop
 from dskd.errors import FailedPreconditionError
-from dskd.manager.build import Build, Builder
+from dskd.manager.build import Build, Builder, Overtaking
 from dskd.manager.events import EventBus
+from dskd.manager.generation import Generation
+from dskd.manager.proof import Proof
 from dskquant.engines.protocol import Graph, KVCache
-from dskquant.modes import LADDER, PrecisionMode
-
-GraphKey = frozenset[PrecisionMode]
-"""The modes that one graph serves."""
+from dskquant.modes import LADDER, QUANTIZED, PrecisionMode
 
 LONGEST_NAP_S = 5.0
 """Between two looks for graphs that nobody uses."""
+SHORTEST_NAP_S = 0.05
+
+
+class GraphId(NamedTuple):
+    """What a graph computes: two generations that agree on it share the graph."""
+
+    modes: frozenset[PrecisionMode]
+    weights: str  # hash of the generation; "" for float modes, which run the source weights in all generations
+
+    @property
+    def name(self) -> str:
+        return "+".join(mode.value for mode in LADDER if mode in self.modes)
+
+
+class Installation(NamedTuple):
+    """A graph as the step loop has it: for one generation."""
+
+    graph_id: GraphId
+    generation: int
 
 
 @dataclass(slots=True)
 class Resident:
-    """A graph in memory, and when it was last asked for (seconds of `time.monotonic`)."""
+    """A graph in memory."""
 
     graph: Graph
-    asked: float
+    proofs: list[Proof]
+    last_use: dict[int, float] = field(default_factory=dict)  # by generation it is installed for: `time.monotonic`
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    task: asyncio.Task[dict[str, float]]
+    overtaking: Overtaking
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long graphs stay that nobody uses."""
+
+    modes: Collection[PrecisionMode]  # of the serving generation: for ever
+    on_demand_s: float  # the other modes of the serving generation
+    previous_s: float  # other generations
 
 
 class Residency:
-    """The graphs of one generation. Belongs to the asyncio thread; builds run in a thread of low priority."""
+    """The graphs of one model. Belongs to the asyncio thread; builds run in a thread of low priority."""
 
-    def __init__(self, model: str, builder: Builder, generation: int, events: EventBus) -> None:
+    def __init__(self, model: str, builder: Builder, events: EventBus) -> None:
         self._model = model
         self._builder = builder
-        self._generation = generation
         self._events = events
-        self._log = structlog.get_logger().bind(model=model, generation=generation)
-        self._key = builder.options.graph_key
+        self._log = structlog.get_logger().bind(model=model)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"build-{model}")
-        self._residents: dict[GraphKey, Resident] = {}
-        self._builds: dict[GraphKey, asyncio.Task[Build]] = {}
-        self._held: Counter[GraphKey] = Counter()
+        self._residents: dict[GraphId, Resident] = {}
+        self._builds: dict[Installation, _UnderWay] = {}
+        self._held: Counter[Installation] = Counter()
         # a graph that is on its way out must be gone before its successor can be installed
-        self._changing: defaultdict[GraphKey, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._settling = asyncio.Event()
+        self._changing: defaultdict[GraphId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._stirred = asyncio.Event()
+        self._is_settling = False
+        self._serving = 0  # number of the generation that serves
 
-    def has(self, mode: PrecisionMode) -> bool:
-        """Whether `mode` could serve at once."""
-        return self._key(mode) in self._residents
+    # Display
 
-    def bytes_of(self, mode: PrecisionMode) -> int:
+    def has(self, generation: Generation, mode: PrecisionMode) -> bool:
+        """Whether `mode` of `generation` could serve at once."""
+        resident = self._residents.get(self._id(generation, mode))
+        return resident is not None and generation.number in resident.last_use
+
+    def bytes_of(self, generation: Generation, mode: PrecisionMode) -> int:
         """Memory of the graph that serves `mode`; 0 if it is not in memory."""
-        resident = self._residents.get(self._key(mode))
+        resident = self._residents.get(self._id(generation, mode))
         return resident.graph.resident_bytes if resident else 0
+
+    def holds_generation(self, number: int) -> bool:
+        """Whether quantized graphs of that generation are in memory."""
+        return any(graph_id.weights and number in resident.last_use for graph_id, resident in self._residents.items())
+
+    def modes_in_memory(self, generation: Generation) -> frozenset[PrecisionMode]:
+        """The modes of `generation` that could serve at once."""
+        return frozenset(mode for mode in LADDER if self.has(generation, mode))
+
+    def proofs(self, generation: Generation) -> dict[PrecisionMode, Proof]:
+        """What its graphs in memory answered to the golden prompts."""
+        found = [self._residents.get(self._id(generation, mode)) for mode in LADDER]
+        return {proof.mode: proof for resident in found if resident for proof in resident.proofs}
 
     @property
     def in_preparation(self) -> list[str]:
         """Names of the graphs that are being built."""
-        return [_name(key) for key in self._builds]
+        return [graph_id.name for graph_id, _ in self._builds]
 
-    async def build_first(self, modes: Collection[PrecisionMode]) -> Graph:
-        """Builds the graphs of `modes` before there is a loop or a cache; returns one of them."""
-        for key in dict.fromkeys(self._key(mode) for mode in modes):
-            build = await self._build(key, None)
-            self._residents[key] = Resident(build.graph, time.monotonic())
+    # Building
+
+    async def build_first(self, generation: Generation, modes: Iterable[PrecisionMode]) -> None:
+        """Builds the graphs of `modes` before there is a loop or a cache."""
+        for graph_id in dict.fromkeys(self._id(generation, mode) for mode in modes):
+            if graph_id not in self._residents:
+                build = await self._build(generation, graph_id, None, Overtaking())
+                last_use = {generation.number: time.monotonic()}
+                self._residents[graph_id] = Resident(build.graph, build.proofs, last_use)
+
+    @property
+    def any_graph(self) -> Graph:
+        """One of the graphs in memory; they all take the same cache."""
         return next(iter(self._residents.values())).graph
 
     async def attach(self, loop: StepLoop, cache: KVCache) -> None:
@@ -79,47 +138,75 @@ class Residency:
         self._loop, self._cache = loop, cache
         for resident in self._residents.values():
             resident.graph.bind(cache)
-            await asyncio.wrap_future(loop.install(self._generation, resident.graph))
+            for number in resident.last_use:
+                await asyncio.wrap_future(loop.install(number, resident.graph))
 
-    async def ensure(self, mode: PrecisionMode) -> dict[str, float]:
-        """Waits until `mode` can serve. Returns the milliseconds of the phases it took; empty if it could already.
+    async def ensure(
+        self, generation: Generation, mode: PrecisionMode, overtaking: Overtaking | None = None
+    ) -> dict[str, float]:
+        """Waits until `mode` of `generation` can serve.
 
-        A build goes on when the waiting is cancelled. Raises what `Builder.build` raises.
+        Returns the milliseconds of the phases it took; empty if it could already. A build goes on when the waiting is
+        cancelled, and ends early when `overtaking` of whoever asked for it first tells so. Raises what `Builder.build`
+        raises.
         """
-        key = self._key(mode)
-        if key in self._residents:
-            self._residents[key].asked = time.monotonic()
+        wanted = Installation(self._id(generation, mode), generation.number)
+        while wanted in self._builds and self._builds[wanted].overtaking.happened():
+            await asyncio.wait([self._builds[wanted].task])  # its graph must be gone before it is built anew
+        resident = self._residents.get(wanted.graph_id)
+        if resident is not None and generation.number in resident.last_use:
+            resident.last_use[generation.number] = time.monotonic()
             return {}
-        if key not in self._builds:
-            self._builds[key] = asyncio.create_task(self._build_and_install(key))
-            self._builds[key].add_done_callback(_retrieve_error)
-        build = await asyncio.shield(self._builds[key])
-        return dict(build.phases_ms)
+        if wanted not in self._builds:
+            overtaking = overtaking or Overtaking()
+            task = asyncio.create_task(self._build_and_install(generation, wanted, overtaking))
+            task.add_done_callback(_retrieve_error)
+            self._builds[wanted] = _UnderWay(task, overtaking)
+        return dict(await asyncio.shield(self._builds[wanted].task))
 
     @contextmanager
-    def holding(self, mode: PrecisionMode) -> Iterator[None]:
-        """Keeps the graph of `mode` from being released while somebody is about to use it."""
-        self._held[self._key(mode)] += 1
+    def holding(self, generation: Generation, modes: Iterable[PrecisionMode]) -> Iterator[None]:
+        """Keeps graphs from being released while somebody is about to use them."""
+        keys = [Installation(self._id(generation, mode), generation.number) for mode in modes]
+        self._held.update(keys)
         try:
             yield
         finally:
-            self._held[self._key(mode)] -= 1
+            self._held.subtract(keys)
+            self._stirred.set()
 
-    async def release_unused(self, kept: Collection[PrecisionMode], ttl_s: float) -> None:
-        """Until `settle`, gives back the memory of graphs, other than those of `kept`, unused for `ttl_s` seconds."""
-        kept_keys = {self._key(mode) for mode in kept}
-        while not await self._settles_within(min(max(ttl_s / 4, 0.05), LONGEST_NAP_S)):
-            for key in self._residents.keys() - kept_keys:
-                if self._is_used(key):
-                    self._residents[key].asked = time.monotonic()
-                elif time.monotonic() - self._residents[key].asked >= ttl_s:
-                    await self._release(key)
+    # Releasing
+
+    async def evict(self, generation: Generation, modes: frozenset[PrecisionMode]) -> None:
+        """Closes quantized graphs at once, though requests use them: the loop is suspended until others take over."""
+        for graph_id in {self._id(generation, mode) for mode in modes}:
+            async with self._changing[graph_id]:
+                resident = self._residents.pop(graph_id)
+                for number in resident.last_use:
+                    await asyncio.wrap_future(self._loop.suspend(number, graph_id.modes))
+                await asyncio.to_thread(resident.graph.close)
+        memory.give_back()
+
+    async def release_unused(self, retention: Retention) -> None:
+        """Until `settle`, gives back the memory of graphs that nobody has used for as long as `retention` says."""
+        while not self._is_settling:
+            self._stirred.clear()
+            naps = [nap for graph_id in list(self._residents) for nap in await self._look_at(graph_id, retention)]
+            nap = min(max(min(naps, default=LONGEST_NAP_S), SHORTEST_NAP_S), LONGEST_NAP_S)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stirred.wait(), nap)
+
+    def serve(self, generation: Generation) -> None:
+        """Tells that `generation` serves: the snapshot of the loop may lag behind. There may be graphs to release."""
+        self._serving = generation.number
+        self._stirred.set()
 
     async def settle(self) -> None:
         """Ends the releasing, and waits for the builds under way, whatever becomes of them."""
-        self._settling.set()
+        self._is_settling = True
+        self._stirred.set()
         while self._builds:
-            await asyncio.wait(self._builds.values())
+            await asyncio.wait([build.task for build in self._builds.values()])
 
     def close(self) -> None:
         """Frees everything; blocks until a build under way has ended. The loop must have stopped."""
@@ -128,54 +215,109 @@ class Residency:
             resident.graph.close()
         self._residents.clear()
 
-    async def _settles_within(self, seconds: float) -> bool:
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._settling.wait(), seconds)
-        return self._settling.is_set()
+    # How
 
-    async def _build_and_install(self, key: GraphKey) -> Build:
-        name = _name(key)
-        self._events.publish("mode.preparing", self._model, f"preparing {name}", mode=name)
+    def _id(self, generation: Generation, mode: PrecisionMode) -> GraphId:
+        modes = self._builder.options.graph_key(mode)
+        return GraphId(modes, generation.hash if modes <= QUANTIZED else "")
+
+    async def _build_and_install(
+        self, generation: Generation, wanted: Installation, overtaking: Overtaking
+    ) -> dict[str, float]:
+        graph_id = wanted.graph_id
+        phases: dict[str, float] = {}
         try:
-            async with self._changing[key]:
-                build = await self._build(key, self._cache)
-                await asyncio.wrap_future(self._loop.install(self._generation, build.graph))
+            async with self._changing[graph_id]:
+                resident = self._residents.get(graph_id)
+                if resident is not None and generation.number in resident.last_use:
+                    return phases  # it was on its way out, and stayed
+                if resident is None:  # else another generation that agrees on it has it
+                    self._publish("mode.preparing", f"preparing {graph_id.name}", wanted)
+                    build = await self._build(generation, graph_id, self._cache, overtaking)
+                    resident, phases = Resident(build.graph, build.proofs), build.phases_ms
+                await asyncio.wrap_future(self._loop.install(generation.number, resident.graph))
+                resident.last_use[generation.number] = time.monotonic()
+                self._residents[graph_id] = resident
         finally:
-            del self._builds[key]
-        self._residents[key] = Resident(build.graph, time.monotonic())
-        self._events.publish("mode.resident", self._model, f"{name} is resident", mode=name, phases_ms=build.phases_ms)
-        return build
+            del self._builds[wanted]
+        self._publish("mode.resident", f"{graph_id.name} is resident", wanted, phases_ms=phases)
+        return phases
 
-    async def _build(self, key: GraphKey, cache: KVCache | None) -> Build:
-        build = await asyncio.get_running_loop().run_in_executor(self._thread, self._builder.build, key, cache)
+    async def _build(
+        self, generation: Generation, graph_id: GraphId, cache: KVCache | None, overtaking: Overtaking
+    ) -> Build:
+        build = await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._builder.build, generation, graph_id.modes, cache, overtaking
+        )
         for proof in build.proofs:
             figures = proof.divergence
-            self._log.info("proven", mode=proof.mode.value, mean_kl=figures.mean_kl, agreement=figures.agreement)
+            self._log.info(
+                "proven",
+                generation=generation.number,
+                mode=proof.mode.value,
+                mean_kl=figures.mean_kl,
+                agreement=figures.agreement,
+            )
         return build
 
-    def _is_used(self, key: GraphKey) -> bool:
-        now = self._loop.snapshot()
-        return now.mode in key or self._held[key] > 0 or any(now.requests_by_mode.get(mode) for mode in key)
+    async def _look_at(self, graph_id: GraphId, retention: Retention) -> list[float]:
+        """Releases what has been unused for long enough; the seconds until next looks."""
+        naps = []
+        resident = self._residents.get(graph_id)
+        for number in list(resident.last_use) if resident else []:
+            nap = self._nap(Installation(graph_id, number), retention)
+            if nap <= 0:
+                await self._release(Installation(graph_id, number))
+            naps.append(nap)
+        return naps
 
-    async def _release(self, key: GraphKey) -> None:
-        async with self._changing[key]:
-            resident = self._residents.pop(key)
-            try:
-                await asyncio.wrap_future(self._loop.retire(self._generation, resident.graph.modes))
-            except FailedPreconditionError:  # it has become the active one since we looked
-                self._residents[key] = resident
+    def _nap(self, found: Installation, retention: Retention) -> float:
+        """Seconds until an installation is to be looked at again; none are left for one that is to be released."""
+        serves = found.generation == self._serving
+        if serves and any(mode in found.graph_id.modes for mode in retention.modes):
+            return LONGEST_NAP_S
+        last_use, now = self._residents[found.graph_id].last_use, time.monotonic()
+        kept_s = retention.on_demand_s if serves else retention.previous_s
+        if self._is_used(found):
+            last_use[found.generation] = now
+            return max(kept_s / 4, SHORTEST_NAP_S)
+        return last_use[found.generation] + kept_s - now
+
+    def _is_used(self, found: Installation) -> bool:
+        (modes, _), number = found
+        now = self._loop.snapshot()
+        serves = number == self._serving and now.mode in modes
+        return serves or self._held[found] > 0 or any(now.requests_by_graph.get((number, mode)) for mode in modes)
+
+    async def _release(self, found: Installation) -> None:
+        graph_id, number = found
+        async with self._changing[graph_id]:
+            resident = self._residents.get(graph_id)
+            if resident is None or self._is_used(found):
                 return
+            used = resident.last_use.pop(number)
+            if not await self._retire(number, graph_id.modes):  # it has come into use since we looked
+                resident.last_use[number] = used
+                return
+            if resident.last_use:
+                return  # another generation has it too
+            del self._residents[graph_id]
             await asyncio.to_thread(resident.graph.close)
         memory.give_back()
-        self._events.publish("mode.released", self._model, f"{_name(key)} is released", mode=_name(key))
-        self._log.info("released", mode=_name(key))
+        self._publish("mode.released", f"{graph_id.name} is released", found)
+        self._log.info("released", mode=graph_id.name, generation=number)
+
+    async def _retire(self, number: int, modes: frozenset[PrecisionMode]) -> bool:
+        try:
+            return await asyncio.wrap_future(self._loop.retire(number, modes))
+        except FailedPreconditionError:  # it is active
+            return False
+
+    def _publish(self, kind: str, message: str, what: Installation, **fields: object) -> None:
+        self._events.publish(kind, self._model, message, mode=what.graph_id.name, generation=what.generation, **fields)
 
 
-def _retrieve_error(task: asyncio.Task[Build]) -> None:
+def _retrieve_error(task: asyncio.Task[Any]) -> None:
     """Who asked for the build is told its failure; asyncio need not warn when the asker has gone."""
     if not task.cancelled():
         task.exception()
-
-
-def _name(key: GraphKey) -> str:
-    return "+".join(mode.value for mode in LADDER if mode in key)

@@ -1,0 +1,79 @@
+"""Where the generations of a model come from: its default parameter set, and the sets that were applied to it.
+
+Everything here reads files, and belongs into worker threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from dskd.errors import FailedPreconditionError
+from dskd.manager.depot import SetDepot
+from dskd.manager.generation import Generation
+from dskd.manager.state_file import KeptGeneration
+from dskd.manager.types import SetReference
+from dskquant import parameter_set
+from dskquant.engines.protocol import CompileOptions
+from dskquant.errors import StoreError
+from dskquant.parameter_set import ParameterSet
+from dskquant.scheme import LayerRule
+from dskquant.store import DEFAULT_PARAMETER_SET, StoreManifest, verify
+from dskquant.validation import validate
+
+
+class Catalogue:
+    """Makes generations. Raises StoreError when the model store or its default parameter set is damaged."""
+
+    def __init__(self, store: Path, depot: SetDepot, engine: str, options: CompileOptions) -> None:
+        self._store = store
+        self._depot = depot
+        self._engine = engine
+        self._options = options
+        self.default = _verified_default(store)
+
+    def generation(self, number: int, parameters: ParameterSet, layers: tuple[LayerRule, ...]) -> Generation:
+        """Raises SchemeError for a rule that matches no linear layer."""
+        return Generation.of(number, parameters, layers, self._engine, self._options)
+
+    def find(self, reference: SetReference) -> ParameterSet:
+        """The set that `reference` names, every rule checked, where it lies.
+
+        Raises StoreError (ParameterSetError names the rule that is broken), FailedPreconditionError when it is not the
+        one whose digest was given.
+        """
+        found = self.default if reference.path is None else parameter_set.read(reference.path)
+        if reference.sha256 and found.hash != reference.sha256:
+            raise FailedPreconditionError(
+                "params.sha256",
+                f"the manifest of {found.directory} has the SHA-256 {found.hash}, not {reference.sha256}",
+            )
+        if reference.path is not None:
+            validate(found, self._store)
+        return found
+
+    def keep(self, found: ParameterSet, is_cancelled: Callable[[], bool]) -> ParameterSet:
+        """A copy of the daemon's own, with codes; the default set stays in the model store."""
+        return self.default if found.hash == self.default.hash else self._depot.keep(found, self._store, is_cancelled)
+
+    def reopen(self, kept: KeptGeneration) -> Generation:
+        """A generation of before. Raises StoreError when its set is gone or damaged, SchemeError for an unfit rule."""
+        is_default = kept.parameter_set == self.default.hash
+        parameters = self.default if is_default else self._depot.open(kept.parameter_set)
+        if parameters.weights_sha256 != self.default.weights_sha256:
+            raise StoreError(f"{parameters.directory}: made for other weights than those of {self._store}")
+        return self.generation(kept.number, parameters, kept.layers)
+
+    def forget_all_but(self, kept: Iterable[KeptGeneration], others: frozenset[str]) -> None:
+        """Removes the sets that no generation of `kept` needs and that are not among `others`."""
+        self._depot.forget_all_but(others | {generation.parameter_set for generation in kept})
+
+
+def _verified_default(store: Path) -> ParameterSet:
+    manifest = StoreManifest.read(store)
+    verify(store, manifest)
+    parameters = parameter_set.read(store / DEFAULT_PARAMETER_SET)
+    if parameters.weights_sha256 != manifest.weights_sha256:
+        raise StoreError(f"{parameters.directory}: made for other weights than those of {store}")
+    parameters.verify()
+    return parameters
