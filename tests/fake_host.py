@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
+from tests.daemon_process import Client
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dskapi.v1 import control_pb2_grpc, inference_pb2_grpc
 from dskd.address import Address
 from dskd.config import Config, ModelConfig, ServerConfig
 from dskd.engine.request import (
@@ -27,7 +26,7 @@ from dskd.engine.request import (
     StepOutput,
 )
 from dskd.errors import UnavailableError
-from dskd.manager.types import ManagerSnapshot, ModeState, SwitchReport
+from dskd.manager.types import Change, ChangeReport, GenerationState, ManagerSnapshot, ModeState, SwitchReport
 from dskd.server import Daemon
 from dskd.text.tokenizer import TextCodec
 from dskquant.modes import LADDER, PrecisionMode
@@ -51,6 +50,10 @@ MANIFEST = StoreManifest(
     parameters=12_345,
     bos_token_id=None,
     end_token_ids=(END,),
+)
+GENERATIONS = (
+    GenerationState(5, "abc", "set5", 1_700_000_000.5, True, True, {PrecisionMode.INT4: 0.25, PrecisionMode.INT8: 0.5}),
+    GenerationState(3, "def", "set3", 1_600_000_000.0, False, False, {}),
 )
 STATS = RequestStats(queue_s=0.25, first_token_s=0.5, total_s=1.0, preemptions=3)
 
@@ -81,6 +84,9 @@ class FakeHost:
         self.switch_result: SwitchReport | Exception | None = None
         self.requests: list[GenerationRequest] = []
         self.switches: list[tuple[PrecisionMode, InFlight, str, bool]] = []
+        self.change_result: ChangeReport | Exception | None = None
+        self.changes: list[tuple[Change, str, bool, bool]] = []  # change, actor, dry_run, wait
+        self.rollbacks: list[tuple[int | None, InFlight, str, bool]] = []
         self.freed: asyncio.Queue[str] = asyncio.Queue()
         self.graces: list[float] = []
         self._closing = self._aborted = False
@@ -118,13 +124,26 @@ class FakeHost:
     def snapshot(self) -> ManagerSnapshot:
         modes = tuple(ModeState(mode, mode is PrecisionMode.INT4, 100, 7, 1) for mode in LADDER)
         loop = LoopSnapshot(running=self._open, waiting=2, blocks_total=10, blocks_free=4)
-        return ManagerSnapshot("fake", PrecisionMode.INT4, 5, "abc", modes, loop, 640, "")
+        return ManagerSnapshot("fake", PrecisionMode.INT4, 5, "abc", "set5", GENERATIONS, modes, loop, 640, "")
 
     async def switch(self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool) -> SwitchReport:
         self.switches.append((mode, in_flight, actor, wait))
         if isinstance(self.switch_result, SwitchReport):
             return self.switch_result
         raise self.switch_result or AssertionError("no switch was scripted")
+
+    async def apply(self, change: Change, actor: str, *, dry_run: bool, wait: bool) -> ChangeReport:
+        self.changes.append((change, actor, dry_run, wait))
+        return self._changed()
+
+    async def rollback(self, generation: int | None, in_flight: InFlight, actor: str, wait: bool) -> ChangeReport:
+        self.rollbacks.append((generation, in_flight, actor, wait))
+        return self._changed()
+
+    def _changed(self) -> ChangeReport:
+        if isinstance(self.change_result, ChangeReport):
+            return self.change_result
+        raise self.change_result or AssertionError("no change was scripted")
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[StepOutput, None]:
         if self._closing:
@@ -149,24 +168,11 @@ class FakeHost:
 
 
 @dataclass
-class Service:
+class Service(Client):
     """A running daemon and a client of it."""
 
     daemon: Daemon
-    channel: grpc.aio.Channel
     ending: asyncio.Task[int] | None = None
-
-    @property
-    def inference(self) -> Any:
-        return inference_pb2_grpc.InferenceStub(self.channel)
-
-    @property
-    def control(self) -> Any:
-        return control_pb2_grpc.ControlStub(self.channel)
-
-    @property
-    def health(self) -> Any:
-        return health_pb2_grpc.HealthStub(self.channel)
 
     def end(self) -> asyncio.Task[int]:
         """Begins an orderly shutdown; the result of the task is the exit code."""
@@ -188,7 +194,7 @@ async def serving(folder: Path, hosts: dict[str, FakeHost], **server: Any) -> As
     loads = [daemon.registry.get(name).loading for name, host in hosts.items() if not host.load_waits]
     await asyncio.gather(*(load for load in loads if load), return_exceptions=True)
     async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
-        service = Service(daemon, channel)
+        service = Service(channel, daemon)
         try:
             yield service
         finally:

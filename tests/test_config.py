@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dskd import config as config_module
 from dskd.address import Address
-from dskd.config import Config, ModelConfig, build_config, load_config
+from dskd.config import Config, ModelConfig, WatchConfig, build_config, load_config
 from dskd.typed_toml import ConfigError
 from dskd.units import ByteSize, format_bytes
 from dskquant.modes import PrecisionMode
@@ -52,9 +52,12 @@ def test_the_example_shows_every_key_with_its_default(monkeypatch: pytest.Monkey
     monkeypatch.setattr(config_module, "_can_make", lambda _: True)  # as on a machine set up for it
     table = tomli.loads(uncommented(ETC / "dskd.toml"))
     shown = build_config(table, ETC)
-    assert shown == Config(models={"smollm2": ModelConfig(path=ETC / "smollm2")})
+    assert shown == Config(
+        watch=WatchConfig(directory=ETC / "quant.d"), models={"smollm2": ModelConfig(path=ETC / "smollm2")}
+    )
     assert set(table["server"]) | {"tls"} == {item.name for item in dataclasses.fields(shown.server)}
     assert set(table["scheduler"]) == {item.name for item in dataclasses.fields(shown.scheduler)}
+    assert set(table["watch"]) == {item.name for item in dataclasses.fields(shown.watch)}
     assert set(table["log"]) == {item.name for item in dataclasses.fields(shown.log)}
     assert set(table["models"]["smollm2"]) == {item.name for item in dataclasses.fields(ModelConfig)}
     assert set(table["models"]["smollm2"]["proof"]) == {"max_kl", "min_agreement"}
@@ -131,7 +134,14 @@ def test_all_problems_of_a_file_are_told_together() -> None:
     ("text", "problem"),
     [
         ("servr = {}", "servr: unknown key; did you mean 'server'?"),
-        ("watch = {}", "watch: unknown key; known: log, models, scheduler, server"),
+        ("monitor = {}", "monitor: unknown key; known: log, models, scheduler, server, watch"),
+        ("watch.directry = 'x'", "watch.directry: unknown key; did you mean 'directory'?"),
+        ("watch.settle_s = -1", "watch.settle_s = -1: allowed: at least 0"),
+        ("watch.rescan_s = 0", "watch.rescan_s = 0: allowed: at least 0.1"),
+        ("watch.polling = 1", "watch.polling = 1: allowed: true or false"),
+        ("models.a = {path = 'x', swap = 'fast'}", 'models.a.swap = "fast": allowed: "availability", "resource"'),
+        ("models.a = {path = 'x', keep_generations = 1}", "models.a.keep_generations = 1: allowed: at least 2"),
+        ("models.a = {path = 'x', keep_previous_s = -1}", "models.a.keep_previous_s = -1: allowed: at least 0"),
         ("server = 3", "server = 3: allowed: a table"),
         ("server.listen = 'unix:///x'", 'server.listen = "unix:///x": allowed: a list'),
         ("server.listen = []", "server.listen: at least one address is needed"),

@@ -18,11 +18,14 @@ from typing import Any
 
 import grpc
 import pytest
+import tomli
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from dskapi.v1 import common_pb2, control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -30,6 +33,9 @@ from dskctl.address import checked_address, default_address
 from dskctl.answer import MarkedAnswer
 from dskctl.cli import main
 from dskctl.exits import ExitCode, UsageError
+from dskctl.quant_file import toml_string
+from dskctl.tables import table
+from dskctl.verbs.history import as_text as history_as_text
 from dskctl.words import printable
 
 INT4, INT8, FP32 = (common_pb2.PRECISION_MODE_INT4, common_pb2.PRECISION_MODE_INT8, common_pb2.PRECISION_MODE_FP32)
@@ -69,6 +75,12 @@ class ScriptedDaemon(control_pb2_grpc.ControlServicer, inference_pb2_grpc.Infere
 
     def SwitchPrecision(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         return self._reply("switch", request, context)
+
+    def ApplyConfig(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        return self._reply("apply", request, context)
+
+    def Rollback(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        return self._reply("rollback", request, context)
 
     def GetStatus(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         return self._reply("status", request, context)
@@ -169,6 +181,18 @@ STATUS = control_pb2.GetStatusResponse(
             kv_cache_bytes=2**30,
             context_length=8192,
             change_in_progress="preparing fp32",
+            generations=[
+                control_pb2.GenerationStatus(
+                    number=2**40,
+                    parameter_set="9f86d081884c7d659a2f",
+                    committed=time_of(1_700_000_000),
+                    active=True,
+                    resident=True,
+                    kl={"int8": 0.0029, "int4": 0.205},
+                ),
+                control_pb2.GenerationStatus(number=7, parameter_set="5e884898da28", resident=True, kl={"int4": 0.25}),
+                control_pb2.GenerationStatus(number=3, parameter_set="2c26b46b68ff"),
+            ],
         )
     ],
 )
@@ -189,6 +213,25 @@ def test_status_shows_daemon_models_and_modes(daemon: ScriptedDaemon, capsys: py
     assert ["smollm2", "int4", "yes", "150", "MiB", "1,234", "2"] in rows
     assert ["smollm2", "fp32", "no", "-", "0", "0"] in rows
     assert ["smollm2:", "in", "progress:", "preparing", "fp32"] in rows
+
+
+def test_status_shows_the_generations_a_rollback_can_return_to(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["status"] = STATUS
+    assert main(["status"]) == ExitCode.DONE
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    date, time = rows[rows_index(rows, "active")][4:6]
+    assert ["smollm2", str(2**40), "active", "9f86d081884c", date, time, "int4", "0.2050,", "int8", "0.0029"] in rows
+    assert date == "2023-11-14"
+    assert rows[rows_index(rows, "resident")][-2:] == ["int4", "0.2500"]
+    assert rows[rows_index(rows, "stored")][1:4] == ["3", "stored", "2c26b46b68ff"]
+
+
+def rows_index(rows: list[list[str]], state: str) -> int:
+    """The row of the generation in this state."""
+    (index,) = (index for index, row in enumerate(rows) if row[2:3] == [state])
+    return index
 
 
 def test_status_json_has_proto_names_short_enums_and_numbers(
@@ -328,8 +371,30 @@ def test_switch_json(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str])
 # ---- history, watch
 
 
+PROOFS = [
+    control_pb2.ModeProof(mode=INT4, kl_before=0.414, kl_after=0.205, agreement=0.812),
+    control_pb2.ModeProof(mode=INT8, kl_after=0.0029, agreement=0.971),
+]
 HISTORY = control_pb2.GetHistoryResponse(
     entries=[
+        control_pb2.HistoryEntry(
+            sequence=10,
+            time=time_of(1_700_000_000),
+            model="smollm2",
+            kind="apply",
+            actor="watch:a.toml,b.toml",
+            from_mode=INT4,
+            to_mode=INT4,
+            from_generation=2,
+            generation=3,
+            hash="9f86d081884c7d659a2feaa0",
+            parameter_set="5e884898da28047151d0e56f",
+            in_flight=common_pb2.IN_FLIGHT_FINISH,
+            outcome="committed",
+            phases_ms={"extra": 0.5, "prove": 20.0, "build": 1000.0, "validate": 2.0},
+            flip_us=18.2,
+            proofs=PROOFS,
+        ),
         control_pb2.HistoryEntry(
             sequence=9,
             time=time_of(1_700_000_000),
@@ -338,7 +403,8 @@ HISTORY = control_pb2.GetHistoryResponse(
             actor="rpc:unix",
             from_mode=INT4,
             to_mode=FP32,
-            generation=3,
+            from_generation=2,
+            generation=2,
             in_flight=common_pb2.IN_FLIGHT_MIGRATE,
             outcome="committed",
             phases_ms={"prove": 20.0, "build": 1000.0},
@@ -349,25 +415,87 @@ HISTORY = control_pb2.GetHistoryResponse(
 )
 
 
-def test_history_shows_phases_in_the_order_they_ran(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+def test_history_shows_one_row_for_each_change_and_the_reasons_below(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
     daemon.replies["history"] = HISTORY
-    assert main(["history", "smollm2", "--limit", "2"]) == ExitCode.DONE
-    assert daemon.requests == [control_pb2.GetHistoryRequest(model="smollm2", limit=2)]
-    _, switch_row, load_row = capsys.readouterr().out.splitlines()
-    assert "int4 → fp32" in switch_row
-    assert "build 1,000.0 ms, prove 20.0 ms" in switch_row
-    assert "11.0 µs" in switch_row
-    assert load_row.split()[0] == "8"
-    assert load_row.rstrip().endswith("no memory")
+    assert main(["history", "smollm2", "--limit", "3"]) == ExitCode.DONE
+    assert daemon.requests == [control_pb2.GetHistoryRequest(model="smollm2", limit=3)]
+    header, apply_row, switch_row, load_row, blank, reason = capsys.readouterr().out.splitlines()
+    columns = ["#", "TIME", "MODEL", "KIND", "GEN", "MODE", "HASH", "KL", "TOOK", "OUTCOME", "BY"]
+    assert header.split() == columns
+    told = "smollm2 apply 2 → 3 int4 9f86d081 0.4140 → 0.2050 1,022 ms committed watch:a.toml,b.toml"
+    assert " ".join(apply_row.split()[3:]) == told
+    assert " ".join(switch_row.split()[3:]) == "smollm2 switch 2 int4 → fp32 - - 1,020 ms committed rpc:unix"
+    assert " ".join(load_row.split()[3:]) == "smollm2 load - - - - - rejected"
+    assert (blank, reason) == ("", "#8: no memory")
+
+
+def test_history_has_no_columns_that_are_empty_throughout(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["history"] = control_pb2.GetHistoryResponse(entries=HISTORY.entries[1:2])
+    assert main(["history"]) == ExitCode.DONE
+    header = capsys.readouterr().out.splitlines()[0].split()
+    assert header == ["#", "TIME", "MODEL", "KIND", "GEN", "MODE", "TOOK", "OUTCOME", "BY"]
+
+
+def test_history_keeps_every_value_whole_on_a_line_of_120_columns() -> None:
+    console = Console(file=io.StringIO(), width=120, _environ={})
+    console.print(history_as_text(HISTORY))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert "0.4140 → 0.2050" in lines[1]
+    assert "committed" in lines[1]
+    assert "…" not in console.file.getvalue()  # type: ignore[attr-defined]
+    assert len(lines) <= 7  # only the name of who asked may be folded
+
+
+def test_what_does_not_fit_in_a_table_is_folded_and_not_cut() -> None:
+    console = Console(file=io.StringIO(), width=20, _environ={})
+    made = table("PATH")
+    made.add_row("/a" * 15)
+    console.print(made)
+    assert "".join(console.file.getvalue().split()) == "PATH" + "/a" * 15  # type: ignore[attr-defined]
+
+
+def test_history_in_full_shows_everything_and_phases_in_the_order_they_ran(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["history"] = HISTORY
+    assert main(["history", "--full"]) == ExitCode.DONE
+    applied, switched_, loaded = capsys.readouterr().out.split("\n\n")
+    lines = [" ".join(line.split()) for line in applied.splitlines()]
+    assert lines[0].startswith("#10 2023-11-14 ")
+    assert lines[1:] == [
+        "model smollm2",
+        "kind apply",
+        "by watch:a.toml,b.toml",
+        "outcome committed",
+        "generation 2 → 3",
+        "hash 9f86d081884c7d659a2feaa0",
+        "parameter set 5e884898da28047151d0e56f",
+        "mode int4",
+        "in flight finish",
+        "KL int4 0.4140 → 0.2050 nats per token, same most probable token at 81.2%",
+        "KL int8 0.0029 nats per token, same most probable token at 97.1%",
+        "phases validate 2.0 ms, build 1,000 ms, prove 20.0 ms, extra 0.5 ms",
+        "flip 18.2 µs",
+    ]
+    assert "int4 → fp32" in switched_
+    assert loaded.rstrip().splitlines()[-1].split() == ["reason", "no", "memory"]
 
 
 def test_history_json(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     daemon.replies["history"] = HISTORY
     assert main(["history", "--json"]) == ExitCode.DONE
-    first, second = json.loads(capsys.readouterr().out)["entries"]
-    assert first["phases_ms"] == {"build": 1000.0, "prove": 20.0}
-    assert (first["in_flight"], second["in_flight"]) == ("migrate", None)
-    assert first["sequence"] == 9
+    applied, switch, load = json.loads(capsys.readouterr().out)["entries"]
+    assert switch["phases_ms"] == {"build": 1000.0, "prove": 20.0}
+    assert (switch["in_flight"], load["in_flight"]) == ("migrate", None)
+    assert switch["sequence"] == 9
+    assert (applied["from_generation"], applied["parameter_set"]) == (2, "5e884898da28047151d0e56f")
+    int4, int8 = applied["proofs"]
+    assert int4 == {"mode": "int4", "kl_before": 0.414, "kl_after": 0.205, "agreement": 0.812}
+    assert "kl_before" not in int8
 
 
 def test_history_of_nothing_says_so(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
@@ -398,6 +526,333 @@ def test_watch_json_is_one_object_a_line(daemon: ScriptedDaemon, capsys: pytest.
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [item["sequence"] for item in events] == [1, 2]
     assert events[0]["fields"] == {"flip_us": 12.5}
+
+
+# ---- apply, rollback
+
+
+CHANGED = control_pb2.ChangeResponse(
+    model="smollm2",
+    from_generation=3,
+    to_generation=4,
+    from_mode=INT4,
+    to_mode=INT4,
+    hash="9f86d081884c7d659a2feaa0",
+    parameter_set="5e884898da28047151d0e56f",
+    changed=True,
+    done=True,
+    proofs=PROOFS,
+    phases_ms={"commit": 3.25, "prove": 410.2, "build": 2300.4, "validate": 12.1},
+    flip_us=18.2,
+    total_ms=2731.5,
+)
+CONFIG = 'model = "smollm2"\nprecision = "int8"  # sûr\n'
+
+
+def changed(**fields: Any) -> control_pb2.ChangeResponse:
+    """CHANGED with other fields."""
+    made = control_pb2.ChangeResponse()
+    made.CopyFrom(CHANGED)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.fixture
+def parameter_set(tmp_path: Path) -> Path:
+    """A directory whose name needs care, with a manifest."""
+    directory = tmp_path / "set \"x\" \\ 'ü' [b]\x7f\t$HOME"
+    directory.mkdir()
+    (directory / "manifest.json").write_bytes(b"{}")
+    return directory
+
+
+SHA256_OF_MANIFEST = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+"""Of the two bytes "{}", by sha256sum."""
+
+
+def test_apply_sends_the_text_of_a_config_and_where_its_paths_start(
+    daemon: ScriptedDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.replies["apply"] = CHANGED
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.toml").write_text(CONFIG, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["apply", "sub/a.toml"]) == ExitCode.DONE
+    assert daemon.requests == [
+        control_pb2.ApplyConfigRequest(config=CONFIG, base_directory=str(tmp_path / "sub"), wait=True)
+    ]
+
+
+def test_apply_reads_a_config_from_stdin_whose_paths_start_where_one_is(
+    daemon: ScriptedDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.replies["apply"] = CHANGED
+    set_stdin(monkeypatch, CONFIG.encode())
+    monkeypatch.chdir(tmp_path)
+    assert main(["apply", "-", "--dry-run", "--no-wait"]) == ExitCode.DONE
+    assert daemon.requests == [
+        control_pb2.ApplyConfigRequest(config=CONFIG, base_directory=str(tmp_path), dry_run=True)
+    ]
+
+
+@pytest.mark.parametrize("named", ["directory", "manifest"])
+def test_apply_writes_the_config_for_a_parameter_set(daemon: ScriptedDaemon, parameter_set: Path, named: str) -> None:
+    daemon.replies["apply"] = CHANGED
+    path = parameter_set if named == "directory" else parameter_set / "manifest.json"
+    assert main(["apply", str(path), "--model", 'm"\\', "--in-flight", "finish"]) == ExitCode.DONE
+    (request,) = daemon.requests
+    assert tomli.loads(request.config) == {
+        "model": 'm"\\',
+        "in_flight": "finish",
+        "params": {"file": str(parameter_set), "sha256": SHA256_OF_MANIFEST},
+    }
+    assert (request.base_directory, request.wait) == ("", True)
+
+
+def test_apply_of_a_set_asks_the_daemon_for_its_only_model(
+    daemon: ScriptedDaemon, parameter_set: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.replies |= {"status": STATUS, "apply": CHANGED}
+    monkeypatch.chdir(parameter_set)
+    assert main(["apply", "."]) == ExitCode.DONE
+    _, request = daemon.requests
+    assert tomli.loads(request.config) == {
+        "model": "smollm2",
+        "params": {"file": str(parameter_set), "sha256": SHA256_OF_MANIFEST},
+    }
+
+
+@pytest.mark.parametrize(("names", "told"), [((), "none"), (("a", "b"), "a, b")])
+def test_apply_of_a_set_needs_the_model_unless_exactly_one_serves(
+    daemon: ScriptedDaemon,
+    parameter_set: Path,
+    capsys: pytest.CaptureFixture[str],
+    names: tuple[str, ...],
+    told: str,
+) -> None:
+    serving = [control_pb2.ModelStatus(name=name, state=control_pb2.MODEL_STATE_SERVING) for name in names]
+    failed = control_pb2.ModelStatus(name="c", state=control_pb2.MODEL_STATE_FAILED)
+    daemon.replies["status"] = control_pb2.GetStatusResponse(models=[*serving, failed])
+    assert main(["apply", str(parameter_set)]) == ExitCode.USAGE
+    assert capsys.readouterr().err.endswith(f"--model is needed, unless exactly one model serves; serving: {told}\n")
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_survives_as_a_string_of_toml(text: str) -> None:
+    assert tomli.loads(f"x = {toml_string(text)}") == {"x": text}
+
+
+def test_apply_tells_what_changed_and_what_it_took(
+    daemon: ScriptedDaemon, parameter_set: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["apply"] = CHANGED
+    assert main(["apply", str(parameter_set), "--model", "smollm2"]) == ExitCode.DONE
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
+        "model smollm2",
+        "generation 3 → 4",
+        "mode int4",
+        "parameter set 5e884898da28",
+        "KL int4 0.4140 → 0.2050 nats per token, same most probable token at 81.2%",
+        "KL int8 0.0029 nats per token, same most probable token at 97.1%",
+        "phases validate 12.1 ms, build 2,300 ms, prove 410 ms, commit 3.2 ms",
+        "flip 18.2 µs",
+        "total 2,732 ms",
+    ]
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_apply_of_what_serves_already_says_so(
+    daemon: ScriptedDaemon, parameter_set: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    daemon.replies["apply"] = changed(changed=False, from_generation=4)
+    assert main(["apply", str(parameter_set), "--model", "smollm2", *options]) == ExitCode.DONE
+    line = "smollm2: already serving: generation 4, int4, parameter set 5e884898da28\n"
+    assert capsys.readouterr().out == line
+
+
+def test_a_dry_run_says_that_nothing_was_changed_and_what_would_be(
+    daemon: ScriptedDaemon, parameter_set: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["apply"] = control_pb2.ChangeResponse(
+        model="smollm2", from_generation=3, to_generation=4, from_mode=INT4, to_mode=INT8, changed=True
+    )
+    assert main(["apply", str(parameter_set), "--model", "smollm2", "--dry-run"]) == ExitCode.DONE
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
+        "dry run: nothing was changed; this is what would be",
+        "model smollm2",
+        "generation 3 → 4",
+        "mode int4 → int8",
+    ]
+
+
+def test_apply_without_waiting_says_that_it_goes_on(
+    daemon: ScriptedDaemon, parameter_set: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["apply"] = changed(done=False)
+    assert main(["apply", str(parameter_set), "--model", "smollm2", "--no-wait"]) == ExitCode.DONE
+    assert daemon.requests[0].wait is False
+    assert capsys.readouterr().out.startswith("smollm2: goes on in the background; `dskctl watch` tells how it ends\n")
+
+
+@pytest.mark.parametrize("verb", ["apply", "rollback"])
+def test_changes_as_json_hold_everything(
+    daemon: ScriptedDaemon, parameter_set: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    daemon.replies[verb] = CHANGED
+    arguments = [str(parameter_set), "--model", "smollm2"] if verb == "apply" else []
+    assert main([verb, *arguments, "--json"]) == ExitCode.DONE
+    assert json.loads(capsys.readouterr().out) == {
+        "model": "smollm2",
+        "from_generation": 3,
+        "to_generation": 4,
+        "from_mode": "int4",
+        "to_mode": "int4",
+        "hash": "9f86d081884c7d659a2feaa0",
+        "parameter_set": "5e884898da28047151d0e56f",
+        "changed": True,
+        "done": True,
+        "proofs": [
+            {"mode": "int4", "kl_before": 0.414, "kl_after": 0.205, "agreement": 0.812},
+            {"mode": "int8", "kl_after": 0.0029, "agreement": 0.971},
+        ],
+        "phases_ms": {"validate": 12.1, "build": 2300.4, "prove": 410.2, "commit": 3.25},
+        "flip_us": 18.2,
+        "total_ms": 2731.5,
+    }
+
+
+def test_rollback_returns_to_the_generation_before_unless_told_otherwise(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["rollback"] = changed(from_generation=4, to_generation=3)
+    assert main(["rollback"]) == ExitCode.DONE
+    assert main(["rollback", "smollm2", "--to", "3", "--in-flight", "finish", "--no-wait"]) == ExitCode.DONE
+    assert daemon.requests == [
+        control_pb2.RollbackRequest(in_flight=common_pb2.IN_FLIGHT_MIGRATE, wait=True),
+        control_pb2.RollbackRequest(model="smollm2", generation=3, in_flight=common_pb2.IN_FLIGHT_FINISH),
+    ]
+    assert "generation     4 → 3" in capsys.readouterr().out
+
+
+def test_a_refused_config_names_every_wrong_field(
+    daemon: ScriptedDaemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    violation = error_details_pb2.BadRequest.FieldViolation
+    wrong = error_details_pb2.BadRequest(
+        field_violations=[
+            violation(field="params.file", description="is missing"),
+            violation(field="layers[0].match", description="must not be \x1b[2J empty"),
+        ]
+    )
+    daemon.replies["apply"] = rich_error(grpc.StatusCode.INVALID_ARGUMENT, "two fields are wrong", wrong)
+    (tmp_path / "a.toml").write_text(CONFIG, encoding="utf-8")
+    assert main(["apply", str(tmp_path / "a.toml")]) == ExitCode.REFUSED
+    assert capsys.readouterr() == (
+        "",
+        "dskctl: params.file: is missing\ndskctl: layers[0].match: must not be \ufffd[2J empty\n",
+    )
+
+
+def wrong_files(directory: Path) -> dict[str, str]:
+    """Paths below `directory` that cannot be applied, and what is said of each."""
+    (directory / "empty").mkdir()
+    (directory / "x.toml").mkdir()
+    (directory / "notes.txt").touch()
+    (directory / "latin.toml").write_bytes(b"model = 'caf\xe9'")
+    (directory / "set").mkdir()
+    (directory / "set" / "manifest.json").mkdir()
+    return {
+        "empty": "no parameter set: the directory has no manifest.json",
+        "x.toml": "no parameter set: the directory has no manifest.json",
+        "notes.txt": "neither a quant config (*.toml) nor a parameter set (a directory)",
+        "latin.toml": "not valid UTF-8 (byte 12)",
+        "absent.toml": "No such file or directory",
+        "absent": "neither a quant config (*.toml) nor a parameter set (a directory)",
+        "gone/manifest.json": "No such file or directory",
+        "set": "Is a directory",
+    }
+
+
+def test_what_cannot_be_applied_is_named_with_the_reason(
+    daemon: ScriptedDaemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["status"] = STATUS
+    for name, reason in wrong_files(tmp_path).items():
+        assert main(["apply", str(tmp_path / name)]) == ExitCode.USAGE
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith(f"dskctl: {tmp_path / name}")
+        assert err.endswith(f": {reason}\n")
+    assert {type(request) for request in daemon.requests} <= {control_pb2.GetStatusRequest}
+
+
+def test_a_config_on_stdin_that_is_no_text_is_wrong_usage(
+    socket: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_stdin(monkeypatch, b"ab\xff")
+    assert main(["apply", "-"]) == ExitCode.USAGE
+    assert capsys.readouterr().err == "dskctl: the quant config on stdin is not valid UTF-8 (byte 2)\n"
+
+
+@pytest.mark.parametrize("option", [["--model", "m"], ["--in-flight", "finish"]])
+def test_what_a_config_says_itself_is_no_option(
+    socket: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: list[str]
+) -> None:
+    (tmp_path / "a.toml").write_text(CONFIG, encoding="utf-8")
+    assert main(["apply", str(tmp_path / "a.toml"), *option]) == ExitCode.USAGE
+    assert "a quant config says them itself" in capsys.readouterr().err
+
+
+def test_a_terminal_shows_what_the_daemon_does_while_it_waits(daemon: ScriptedDaemon, parameter_set: Path) -> None:
+    building = event(1)
+    building.message = "building \x1b[31mint4"
+    daemon.replies |= {"watch": [building, "hang"], "apply": "hang"}
+    terminal = Terminal("apply", str(parameter_set), "--model", "smollm2")
+    try:
+        terminal.expect("smollm2: building \ufffd[31mint4")
+        assert daemon.called.wait(WAIT_S)
+        terminal.type("\x03")
+        assert terminal.program.wait(WAIT_S) == ExitCode.INTERRUPTED
+    finally:
+        terminal.close()
+
+
+MORTAL_DAEMON = """
+import os, sys
+from concurrent import futures
+import grpc
+from dskapi.v1 import control_pb2_grpc
+
+class Control(control_pb2_grpc.ControlServicer):
+    def ApplyConfig(self, request, context):
+        os._exit(9)
+
+server = grpc.server(futures.ThreadPoolExecutor(1))
+control_pb2_grpc.add_ControlServicer_to_server(Control(), server)
+server.add_insecure_port(sys.argv[1])
+server.start()
+print("listening", flush=True)
+server.wait_for_termination()
+"""
+"""Dies of the first config it is sent."""
+
+
+def test_a_daemon_that_dies_in_the_middle_is_unreachable(
+    parameter_set: Path, socket: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-c", MORTAL_DAEMON, f"unix://{socket}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as mortal:
+        assert mortal.stdout is not None
+        assert mortal.stdout.readline() == b"listening\n"
+        assert main(["apply", str(parameter_set), "--model", "smollm2"]) == ExitCode.UNREACHABLE
+    assert capsys.readouterr().err.startswith(f"dskctl: no daemon reached at unix://{socket}: ")
+
+
+def test_a_change_that_takes_longer_than_the_deadline_times_out(daemon: ScriptedDaemon) -> None:
+    daemon.replies["rollback"] = "hang"
+    assert main(["rollback", "--timeout", "0.2"]) == ExitCode.TIMED_OUT
+    assert daemon.cancelled.wait(WAIT_S)
 
 
 # ---- generate
@@ -817,6 +1272,14 @@ def test_a_reader_that_goes_away_is_no_error(daemon: ScriptedDaemon, form: list[
         ["switch"],
         ["switch", "int3"],
         ["switch", "smollm2", "int4", "x"],
+        ["apply"],
+        ["apply", "a.toml", "b.toml"],
+        ["apply", "a.toml", "--in-flight", "later"],
+        ["apply", "\udcff.toml"],
+        ["apply", "absent.toml"],
+        ["rollback", "smollm2", "3"],
+        ["rollback", "--to", "0"],
+        ["rollback", "--to", "first"],
         ["generate"],
         ["generate", "a", "b", "c"],
         ["generate", "a", "b", "--tokens", "1"],
@@ -990,7 +1453,8 @@ def test_the_client_imports_no_engine_and_no_daemon() -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["status", "models", "load", "unload", "switch", "history", "watch", "generate", "chat"]
+    "verb",
+    ["status", "models", "load", "unload", "switch", "apply", "rollback", "history", "watch", "generate", "chat"],
 )
 def test_every_help_text_has_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):

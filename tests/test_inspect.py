@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from golden_models import GOLDEN
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from dskquant import set_writer
 from dskquant.cli import main
@@ -187,6 +187,70 @@ def test_a_set_made_for_other_weights_is_noticed(store: Path, capsys: pytest.Cap
     assert "default: made for other weights" in capsys.readouterr().err
 
 
+def edit_set(store: Path, **values: Any) -> Path:
+    """Changes keys of the manifest of the default set."""
+    directory = store / DEFAULT_PARAMETER_SET
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps(manifest | values))
+    return directory
+
+
+def test_a_set_is_told_with_its_codes_its_noise_and_how_it_was_made(
+    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is long or nested is summed up; all of it is in the JSON."""
+    sensitivity = {f"model.layers.{layer}.mlp.up_proj.weight": layer / 7 for layer in range(30)}
+    provenance = {
+        "method": "activation-aware [/b] :smile:",
+        "text": {"file": "a.txt", "tokens": 12288},
+        "sensitivity": sensitivity,
+        "seeds": [1, 2],
+        "rounds": [[1], [2]],
+    }
+    path = edit_set(store, expected_kl={"int4": 0.1234567, "int8": 0.003}, provenance=provenance)
+    text = printed(capsys, monkeypatch, path)
+    for line in (
+        r"codes +stored",
+        r"expected noise +INT4 0\.12346, INT8 0\.00300",
+        r"method +activation-aware \[/b\] :smile:",
+        r"text +file a\.txt, tokens 12288",
+        r"sensitivity +30 entries: model\.layers\.0\.mlp\.up_proj\.weight, model\.layers\.1\.mlp\.up_proj\.weight, …",
+        r"seeds +1 2",
+        r"rounds +2 entries",
+    ):
+        assert re.search(rf"^ {line} *$", text, re.MULTILINE), (line, text)
+    report = inspected(capsys, path)
+    assert report["provenance"] == provenance
+    assert report["expected_kl"] == {"int4": 0.1234567, "int8": 0.003}
+
+
+def test_a_set_without_codes_is_told_as_that(
+    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stores a scale and a zero-point of 24 bits for each group of 32, in each of two planes."""
+    path = edit_set(store, codes="derived")
+    assert re.search(r"^ codes +derived from the weights", printed(capsys, monkeypatch, path), re.MULTILINE)
+    (linear, _) = (each for each in inspected(capsys, path)["schemes"] if each["role"] == "linear")
+    assert linear["bits_per_weight"]["stored"] == 2 * 24 / 32
+    assert linear["bits_per_weight"]["int8"] == 9.5
+
+
+def test_verifying_a_set_checks_its_scales(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its digests are right: it was made so."""
+    planes = store / DEFAULT_PARAMETER_SET / "planes-00001.safetensors"
+    arrays = load_file(planes)
+    arrays["lm_head.weight.scales"][5, 0] = np.inf
+    save_file(arrays, planes)
+    path = edit_set(store, sha256={planes.name: hashlib.sha256(planes.read_bytes()).hexdigest()})
+    assert inspected(capsys, path)["broken_rule"] is None  # not read
+    assert main(["inspect", str(path), "--verify", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["broken_rule"].startswith("scale-finite: ")
+    assert "tensor lm_head.weight: lm_head.weight.scales is inf in row 5, group 0" in err
+    assert main(["inspect", str(store), "--verify", "--json"]) == 1
+    assert "default: scale-finite: " in capsys.readouterr().err
+
+
 def damaged_manifest(path: Path) -> Path:
     (path / "manifest.json").write_text("{")
     return path
@@ -223,11 +287,3 @@ def test_a_text_is_told_what_can_be_inspected(tmp_path: Path, capsys: pytest.Cap
     assert main(["inspect", str(path)]) == 1
     problem = "not a model store, parameter set or safetensors file"
     assert capsys.readouterr().err == f"dskquant inspect: {path}: {problem}\n"
-
-
-def test_only_a_store_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("some words")
-    for path in (tmp_path, text):
-        assert main(["compare", str(path), "--data", str(text)]) == 1
-        assert capsys.readouterr().err.startswith(f"dskquant compare: {path} is not a model store: no manifest.json")

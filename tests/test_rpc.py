@@ -18,12 +18,13 @@ import pytest
 import structlog
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.daemon_process import Client, refusal
 from tests.fake_host import END, MANIFEST, FakeHost, Script, asynchronous, output, outputs, serving, tiny_codec
 
 from dskapi.v1 import common_pb2, control_pb2, inference_pb2
+from dskd.address import Address
 from dskd.config import LogConfig
 from dskd.engine.request import FinishReason, InFlight, MadeToken, SamplingParams, StepOutput
 from dskd.errors import (
@@ -36,11 +37,14 @@ from dskd.errors import (
 )
 from dskd.log import configure_logging
 from dskd.manager.events import SUBSCRIBER_BACKLOG
-from dskd.manager.types import SwitchReport
+from dskd.manager.types import Change, ChangeReport, HistoryEntry, ModeProof, SetReference, SwitchReport
+from dskd.quant_config import MAX_BYTES
 from dskd.rpc.parse import parse_request
+from dskd.rpc.quant_request import QuantRequestReader
 from dskd.text.tokenizer import TextCodec
-from dskquant.errors import StoreError
+from dskquant.errors import ParameterSetError, StoreError
 from dskquant.modes import PrecisionMode
+from dskquant.scheme import LayerRule
 
 GenerateRequest = inference_pb2.GenerateRequest
 GenerateResponse = inference_pb2.GenerateResponse
@@ -81,27 +85,6 @@ def ids_of(responses: list[GenerateResponse]) -> list[int]:
 async def answer(folder: Path, codec: TextCodec, script: Script, **request: Any) -> list[GenerateResponse]:
     async with serving(folder, {"m": FakeHost(codec, script)}) as service:
         return [response async for response in service.inference.Generate(GenerateRequest(prompt="hello", **request))]
-
-
-async def refusal(call: Any) -> tuple[grpc.StatusCode, str, list[Message]]:
-    """Status, message and unpacked details of a call that must fail."""
-    try:
-        if isinstance(call, grpc.aio.UnaryStreamCall):
-            while await call.read() is not grpc.aio.EOF:
-                pass
-        else:
-            await call
-    except grpc.aio.AioRpcError:
-        pass
-    status = await rpc_status.aio.from_call(call)
-    return await call.code(), await call.details(), list(unpacked(status)) if status else []
-
-
-def unpacked(status: Any) -> Iterator[Message]:
-    for packed in status.details:
-        message = getattr(error_details_pb2, packed.TypeName().rpartition(".")[2])()
-        assert packed.Unpack(message)
-        yield message
 
 
 # Answers
@@ -491,6 +474,18 @@ FAILURES: list[tuple[Exception, grpc.StatusCode, str, Message | None]] = [
         ),
     ),
     (
+        ParameterSetError("a.scales: not above 0", rule="scale-positive", tensor="a"),
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "a.scales: not above 0",
+        error_details_pb2.PreconditionFailure(
+            violations=[
+                error_details_pb2.PreconditionFailure.Violation(
+                    type="PARAMETER_SET", subject="scale-positive", description="a.scales: not above 0"
+                )
+            ]
+        ),
+    ),
+    (
         ResourceExhaustedError("kv_blocks", "none left"),
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "none left",
@@ -611,6 +606,290 @@ async def test_a_wrong_switch_names_its_field(
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert details[0].field_violations[0].field == field  # type: ignore[attr-defined]
     assert host.switches == []
+
+
+ApplyConfigRequest = control_pb2.ApplyConfigRequest
+CHANGED = ChangeReport(
+    from_generation=5,
+    to_generation=6,
+    from_mode=PrecisionMode.INT4,
+    to_mode=PrecisionMode.INT8,
+    hash="new",
+    parameter_set="set6",
+    changed=True,
+    done=True,
+    proofs=(
+        ModeProof(PrecisionMode.INT4, 0.5, 0.25, 0.75),
+        ModeProof(PrecisionMode.INT8, None, 0.125, 1.0),
+    ),
+    phases_ms={"validate": 1.5, "build": 2.0},
+    flip_us=12.5,
+    total_ms=4.0,
+)
+CHANGE_RESPONSE = control_pb2.ChangeResponse(
+    model="m",
+    from_generation=5,
+    to_generation=6,
+    from_mode=common_pb2.PRECISION_MODE_INT4,
+    to_mode=common_pb2.PRECISION_MODE_INT8,
+    hash="new",
+    parameter_set="set6",
+    changed=True,
+    done=True,
+    proofs=[
+        control_pb2.ModeProof(mode=common_pb2.PRECISION_MODE_INT4, kl_before=0.5, kl_after=0.25, agreement=0.75),
+        control_pb2.ModeProof(mode=common_pb2.PRECISION_MODE_INT8, kl_after=0.125, agreement=1.0),
+    ],
+    phases_ms={"validate": 1.5, "build": 2.0},
+    flip_us=12.5,
+    total_ms=4.0,
+)
+LAYERS = """
+[[layers]]
+match = "*.down_proj.weight"
+precision = "int8"
+"""
+DIGEST = "0123456789abcdef" * 4
+SET = f'model = "m"\n[params]\nfile = "set"\nsha256 = "{DIGEST}"\n'
+
+
+@asynchronous
+async def test_a_config_becomes_one_change_and_its_report_is_returned(tmp_path: Path, host: FakeHost) -> None:
+    host.change_result = CHANGED
+    config = f'precision = "int8"\nin_flight = "finish"\n{SET}{LAYERS}'
+    request = ApplyConfigRequest(config=config, base_directory="/srv/ü", dry_run=True, wait=True)
+    async with serving(tmp_path, {"m": host}) as service:
+        response = await service.control.ApplyConfig(request)
+    assert response == CHANGE_RESPONSE
+    assert not response.proofs[1].HasField("kl_before")
+    change = Change(
+        PrecisionMode.INT8,
+        SetReference(Path("/srv/ü/set"), DIGEST),
+        (LayerRule("*.down_proj.weight", PrecisionMode.INT8),),
+        InFlight.FINISH,
+    )
+    assert host.changes == [(change, "rpc:unix", True, True)]
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        ('precision = "fp32"', Change(mode=PrecisionMode.FP32)),
+        (LAYERS, Change(layers=(LayerRule("*.down_proj.weight", PrecisionMode.INT8),))),
+        ('[params]\nfile = "/x/set"', Change(parameters=SetReference(Path("/x/set")))),
+    ],
+    ids=["mode", "layers", "set"],
+)
+@asynchronous
+async def test_what_a_config_does_not_say_stays_as_it_is(
+    tmp_path: Path, host: FakeHost, config: str, change: Change
+) -> None:
+    host.change_result = CHANGED
+    async with serving(tmp_path, {"m": host}) as service:
+        await service.control.ApplyConfig(ApplyConfigRequest(config=f'model = "m"\n{config}'))
+    assert host.changes == [(change, "rpc:unix", False, False)]
+
+
+@pytest.mark.parametrize("config", ['model = "m"', 'model = "m"\nin_flight = "finish"', 'model = "m"\nlayers = []'])
+@asynchronous
+async def test_a_config_that_asks_for_nothing_is_refused(tmp_path: Path, host: FakeHost, config: str) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        code, _, details = await service.refusal(ApplyConfigRequest(config=config))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    (violation,) = details[0].field_violations
+    assert violation.field == "config"
+    assert violation.description.startswith("asks for nothing")
+    assert host.changes == []
+
+
+WRONG_CONFIGS: list[tuple[str, list[tuple[str, str]]]] = [
+    ("model = ", [("config", "Invalid value (at end of document)")]),
+    ("", [("model", "is missing")]),
+    (
+        'modle = "m"\nprecision = "int3"\n[params]\nsha256 = "12"\n[[layers]]\nprecision = "fp16"',
+        [
+            ("modle", "did you mean 'model'?"),
+            ("model", "is missing"),
+            ("precision", '"int3": allowed: "int4", "int8", "fp16", "fp32"'),
+            ("params.file", "is missing"),
+            ("layers[0].match", "is missing"),
+            ("layers[0].precision", '"fp16": allowed: "int4", "int8"'),
+        ],
+    ),
+    (f"{SET}".replace(DIGEST, DIGEST.upper()), [("params.sha256", "64 hexadecimal digits in lower case")]),
+    ('model = "m"\n[params]\nfile = "a\\u0000b"', [("params.file", "a path has no NUL")]),
+    ("#" * (MAX_BYTES + 1), [("config", f"{MAX_BYTES + 1} bytes; at most 1.0 MiB are allowed")]),
+    ("a = " + "[" * 100_000, [("config", "nested")]),
+]
+
+
+@pytest.mark.parametrize(("config", "wrong"), WRONG_CONFIGS, ids=[str(index) for index in range(len(WRONG_CONFIGS))])
+@asynchronous
+async def test_every_wrong_field_of_a_config_is_named_with_its_problem(
+    tmp_path: Path, host: FakeHost, config: str, wrong: list[tuple[str, str]]
+) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        code, message, details = await service.refusal(ApplyConfigRequest(config=config))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    violations = details[0].field_violations
+    assert sorted(violation.field for violation in violations) == sorted(field for field, _ in wrong)
+    told = {violation.field: violation.description for violation in violations}
+    for field, problem in wrong:
+        assert problem in told[field]
+        assert field in message
+    assert host.changes == []
+
+
+@pytest.mark.parametrize("name", ["k", "ключ-" * 40], ids=["short", "long"])
+@asynchronous
+async def test_thousands_of_wrong_fields_are_told_as_far_as_there_is_room(
+    tmp_path: Path, host: FakeHost, name: str
+) -> None:
+    config = 'model = "m"\n' + "\n".join(f'"{name}{number}" = 1' for number in range(2000))
+    async with serving(tmp_path, {"m": host}) as service:
+        code, _, details = await service.refusal(ApplyConfigRequest(config=config))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    *told, rest = details[0].field_violations
+    assert len(told) > 3
+    assert rest.description == f"{2000 - len(told)} more fields are wrong"
+
+
+@asynchronous
+async def test_a_config_for_a_model_that_does_not_serve_is_refused(tmp_path: Path, host: FakeHost) -> None:
+    request = ApplyConfigRequest(config='model = "m"\nprecision = "int8"')
+    other = ApplyConfigRequest(config='model = "other"\nprecision = "int8"')
+    async with serving(tmp_path, {"m": host}) as service:
+        code, message, details = await service.refusal(other)
+        assert (code, message) == (grpc.StatusCode.NOT_FOUND, "no model 'other'; known: m")
+        assert details[0].resource_name == "other"
+        await service.control.UnloadModel(control_pb2.UnloadModelRequest(model="m"))
+        code, message, details = await service.refusal(request)
+    assert (code, message) == (grpc.StatusCode.FAILED_PRECONDITION, "model 'm' is unloaded; load it first")
+    assert details[0].violations[0].subject == "models/m"
+    assert host.changes == []
+
+
+@asynchronous
+async def test_a_refused_change_keeps_its_status(tmp_path: Path, host: FakeHost) -> None:
+    host.change_result = StoreError("scales of x: 3 values are not finite")
+    async with serving(tmp_path, {"m": host}) as service:
+        for request in (ApplyConfigRequest(config='model = "m"\nprecision = "int8"'), control_pb2.RollbackRequest()):
+            code, message, details = await service.refusal(request)
+            assert (code, message) == (grpc.StatusCode.FAILED_PRECONDITION, str(host.change_result))
+            assert details[0].violations[0].type == "MODEL"
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+@asynchronous
+async def test_over_tcp_a_set_may_be_named_only_where_paths_are_allowed(
+    tmp_path: Path, host: FakeHost, allowed: bool
+) -> None:
+    host.change_result = CHANGED
+    listen = (Address(path=tmp_path / "dskd.sock"), Address(host="127.0.0.1", port=0))
+    async with serving(tmp_path, {"m": host}, listen=listen, allow_load_from_path=allowed) as service:
+        async with grpc.aio.insecure_channel(str(service.daemon.addresses[1])) as channel:
+            remote = Client(channel)
+            request = ApplyConfigRequest(config=SET, base_directory="/srv")
+            if allowed:
+                assert (await remote.control.ApplyConfig(request)).to_generation == 6
+            else:
+                code, message, details = await remote.refusal(request)
+                assert code is grpc.StatusCode.FAILED_PRECONDITION
+                assert "unix socket" in message
+                assert "allow_load_from_path" in message
+                assert details[0].violations[0].subject == "server.allow_load_from_path"
+            assert len(host.changes) == allowed
+            await remote.control.ApplyConfig(ApplyConfigRequest(config=f'model = "m"{LAYERS}'))
+        assert (await service.control.ApplyConfig(request)).to_generation == 6  # over the unix socket
+    assert len(host.changes) == 2 + allowed
+    assert host.changes[-2][1].startswith("rpc:ipv4:127.0.0.1:")
+
+
+@pytest.mark.parametrize("directory", [".", "sets", "~/sets", "unix:/sets"])
+@asynchronous
+async def test_a_base_directory_must_be_absolute(tmp_path: Path, host: FakeHost, directory: str) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        code, _, details = await service.refusal(ApplyConfigRequest(config=SET, base_directory=directory))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    (violation,) = details[0].field_violations
+    assert (violation.field, violation.description) == ("base_directory", f"{directory!r} must be absolute")
+
+
+@pytest.mark.parametrize("file", ["set", "../set", "./x/../set"])
+@asynchronous
+async def test_without_a_directory_to_start_from_a_set_needs_an_absolute_path(
+    tmp_path: Path, host: FakeHost, file: str
+) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        code, _, details = await service.refusal(ApplyConfigRequest(config=SET.replace("set", file, 1)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    (violation,) = details[0].field_violations
+    assert violation.field == "params.file"
+    assert violation.description.startswith(f"must be absolute: {str(Path(file))!r}")
+    assert host.changes == []
+
+
+def test_paths_start_at_the_watched_directory_unless_the_request_says_where() -> None:
+    reader = QuantRequestReader(watched=Path("/etc/dskd/quant.d"), allow_paths=False)
+    for directory, expected in (("", "/etc/dskd/quant.d/set"), ("/srv", "/srv/set")):
+        config = reader.read(ApplyConfigRequest(config=SET, base_directory=directory), "unix:")
+        assert config.params is not None
+        assert config.params.file == Path(expected)
+
+
+@pytest.mark.parametrize(("asked", "wanted"), [(0, None), (3, 3), (2**63, 2**63)])
+@asynchronous
+async def test_a_rollback_is_passed_on_and_its_report_returned(
+    tmp_path: Path, host: FakeHost, asked: int, wanted: int | None
+) -> None:
+    host.change_result = CHANGED
+    request = control_pb2.RollbackRequest(generation=asked, in_flight=common_pb2.IN_FLIGHT_FINISH, wait=True)
+    async with serving(tmp_path, {"m": host}) as service:
+        assert await service.control.Rollback(request) == CHANGE_RESPONSE
+        await service.control.Rollback(control_pb2.RollbackRequest(model="m"))
+    assert host.rollbacks == [
+        (wanted, InFlight.FINISH, "rpc:unix", True),
+        (None, InFlight.MIGRATE, "rpc:unix", False),
+    ]
+
+
+@asynchronous
+async def test_a_wrong_rollback_names_what_is_wrong(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        _, _, details = await service.refusal(control_pb2.RollbackRequest(in_flight=7))  # type: ignore[arg-type]
+        assert details[0].field_violations[0].field == "in_flight"
+        code, _, _ = await service.refusal(control_pb2.RollbackRequest(model="n"))
+        assert code is grpc.StatusCode.NOT_FOUND
+        await service.control.UnloadModel(control_pb2.UnloadModelRequest(model="m"))
+        code, _, _ = await service.refusal(control_pb2.RollbackRequest(model="m"))
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert host.rollbacks == []
+
+
+@asynchronous
+async def test_the_status_shows_the_generations_a_rollback_can_return_to(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        model = await service.model()
+    assert model.parameter_set == "set5"
+    active, older = model.generations
+    assert (active.number, active.hash, active.parameter_set) == (5, "abc", "set5")
+    assert (active.active, active.resident, older.active, older.resident) == (True, True, False, False)
+    assert active.committed.ToMilliseconds() == 1_700_000_000_500
+    assert dict(active.kl) == {"int4": 0.25, "int8": 0.5}
+    assert (older.number, older.parameter_set, dict(older.kl)) == (3, "set3", {})
+
+
+@asynchronous
+async def test_the_history_tells_generations_sets_and_proofs(tmp_path: Path, host: FakeHost) -> None:
+    entry = HistoryEntry(
+        "m", "apply", "watch:a.toml", "committed", generation=6, from_generation=5, parameter_set="set6"
+    )
+    async with serving(tmp_path, {"m": host}) as service:
+        service.daemon.history.append(replace(entry, proofs=CHANGED.proofs))
+        history = await service.control.GetHistory(control_pb2.GetHistoryRequest(model="m", limit=1))
+    (told,) = history.entries
+    assert (told.from_generation, told.generation, told.parameter_set) == (5, 6, "set6")
+    assert told.proofs == CHANGE_RESPONSE.proofs
 
 
 @asynchronous

@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line. The options of all verbs may stand before or after the verb."""
     parser = argparse.ArgumentParser(
         prog="dskctl",
-        description="Talk to a dskd: load models, switch their precision, generate, watch.",
+        description="Talk to a dskd: load models, switch their precision, apply parameter sets, generate, watch.",
         epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -127,6 +127,7 @@ def _epilog() -> str:
         "dskctl status",
         'dskctl generate --chat --max-tokens 100 "Why is the sky blue?"',
         "dskctl switch int8",
+        "dskctl apply calibrated/",
         "dskctl --address models.example:7443 --tls-ca ca.pem status",
     )
     codes = (f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items())

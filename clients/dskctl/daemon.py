@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import Queue
+from queue import Empty, Queue
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -21,6 +23,8 @@ from dskctl.exits import UsageError
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+LONGEST_WAIT_S = 0.5
 
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # a long history is more than the default of 4 MiB
@@ -66,29 +70,40 @@ class Stream(Protocol[T_co]):
         """Ends the call; without effect when it has ended."""
 
 
-def relayed(call: Stream[T]) -> Generator[T, None, None]:
-    """The responses of `call`, which is cancelled when the generator is closed. Raises grpc.RpcError.
+def relayed(start: Callable[[], Stream[T]]) -> Generator[T, None, None]:
+    """The responses of the call that `start` begins; it is cancelled when the generator is closed.
 
-    A thread of its own reads the call: Ctrl-C that strikes inside gRPC can leave its locks held, and the channel hangs.
+    Raises grpc.RpcError, and ValueError when the channel is closed already. A thread of its own begins and reads the
+    call: Ctrl-C that strikes inside gRPC can leave its locks held, or the call half begun, and the channel hangs.
     """
-    taken: Queue[T | grpc.RpcError | None] = Queue()
-    threading.Thread(target=_take_all, args=(call, taken), daemon=True).start()
+    taken: Queue[T | Exception | None] = Queue()
+    begun: Future[Stream[T]] = Future()
+    threading.Thread(target=_take_all, args=(start, begun, taken), daemon=True).start()
     try:
-        while (item := taken.get()) is not None:
-            if isinstance(item, grpc.RpcError):
+        while (item := _taken(taken)) is not None:
+            if isinstance(item, Exception):
                 raise item
             yield item
     finally:
-        call.cancel()
+        begun.add_done_callback(lambda begun: begun.result().cancel())  # at once, unless it has yet to begin
 
 
-def _take_all(call: Stream[T], taken: Queue[T | grpc.RpcError | None]) -> None:
+def _taken(taken: Queue[T]) -> T:
+    """The next item. Ctrl-C that strikes just before a wait begins is only noticed when it ends: none lasts long."""
+    while True:
+        with suppress(Empty):
+            return taken.get(timeout=LONGEST_WAIT_S)
+
+
+def _take_all(start: Callable[[], Stream[T]], begun: Future[Stream[T]], taken: Queue[T | Exception | None]) -> None:
     """Puts each response, and at the end the error or None."""
     try:
+        call = start()
+        begun.set_result(call)
         for response in call:
             taken.put(response)
         taken.put(None)
-    except grpc.RpcError as error:
+    except Exception as error:  # whoever takes it raises it
         taken.put(error)
 
 
@@ -97,6 +112,8 @@ class Daemon:
     """Every call of the protocol, bound to one deadline. They raise grpc.RpcError."""
 
     switch_precision: Callable[[control.SwitchPrecisionRequest], control.SwitchPrecisionResponse]
+    apply_config: Callable[[control.ApplyConfigRequest], control.ChangeResponse]
+    rollback: Callable[[control.RollbackRequest], control.ChangeResponse]
     get_status: Callable[[control.GetStatusRequest], control.GetStatusResponse]
     list_models: Callable[[control.ListModelsRequest], control.ListModelsResponse]
     load_model: Callable[[control.LoadModelRequest], control.LoadModelResponse]
@@ -111,13 +128,15 @@ class Daemon:
         control_stub, inference_stub = _stub(ControlStub, channel), _stub(InferenceStub, channel)
         return cls(
             switch_precision=partial(control_stub.SwitchPrecision, timeout=timeout_s),
+            apply_config=partial(control_stub.ApplyConfig, timeout=timeout_s),
+            rollback=partial(control_stub.Rollback, timeout=timeout_s),
             get_status=partial(control_stub.GetStatus, timeout=timeout_s),
             list_models=partial(control_stub.ListModels, timeout=timeout_s),
             load_model=partial(control_stub.LoadModel, timeout=timeout_s),
             unload_model=partial(control_stub.UnloadModel, timeout=timeout_s),
             get_history=partial(control_stub.GetHistory, timeout=timeout_s),
-            watch_events=lambda request: relayed(control_stub.WatchEvents(request, timeout=timeout_s)),
-            generate=lambda request: relayed(inference_stub.Generate(request, timeout=timeout_s)),
+            watch_events=lambda request: relayed(partial(control_stub.WatchEvents, request, timeout=timeout_s)),
+            generate=lambda request: relayed(partial(inference_stub.Generate, request, timeout=timeout_s)),
         )
 
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from dskapi.v1.inference_pb2 import GenerateRequest, Sampling, TokenIds
-from dskctl.words import MODES
+from dskctl.words import IN_FLIGHT, MODES
 
 INT32 = (-(2**31), 2**31 - 1)
 UINT64 = (0, 2**64 - 1)
@@ -61,6 +61,30 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_mode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("mode", metavar="MODE", choices=MODES, type=str.lower, help=f"one of {', '.join(MODES)}")
+
+
+def add_only_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", default="", type=utf8, help="may be left out while one model is loaded"
+    )
+
+
+def add_in_flight(parser: argparse.ArgumentParser, default: str | None = "migrate") -> None:
+    parser.add_argument(
+        "--in-flight",
+        choices=IN_FLIGHT,
+        default=default,
+        help="open requests go on in the new one (migrate, the default) or end in the old one (finish)",
+    )
+
+
+def add_wait(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--wait",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="wait for what must be prepared first (default), or let it go on in the background",
+    )
 
 
 def add_generation(parser: argparse.ArgumentParser) -> None:

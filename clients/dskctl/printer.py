@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
 from google.protobuf.message import Message
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from dskctl.answer import AnswerView, JsonAnswer, MarkedAnswer, RawAnswer
 from dskctl.jsonform import to_json
+from dskctl.words import printable
 
 M = TypeVar("M", bound=Message)
+
+Tell = Callable[[str], None]
+"""Shows a line in place of the one before."""
 
 UNLIMITED_WIDTH = 10_000
 """Columns when the output is no terminal: nothing is cut or wrapped for a reader that is a program."""
@@ -46,6 +52,9 @@ class Printer(Protocol):
     def note(self, line: str) -> None:
         """A line for people alone."""
 
+    def waiting(self, line: str) -> AbstractContextManager[Tell | None]:
+        """Shows that something takes its time, while the context is open; None where nobody would see it."""
+
 
 class TextPrinter:
     """Tables and lines for people."""
@@ -66,6 +75,14 @@ class TextPrinter:
     def note(self, line: str) -> None:
         self._console.print(line)
 
+    def waiting(self, line: str) -> AbstractContextManager[Tell | None]:
+        return self._spinning(line) if self._console.is_terminal else nullcontext()
+
+    @contextmanager
+    def _spinning(self, line: str) -> Iterator[Tell]:
+        with self._console.status(Text(printable(line))) as status:
+            yield lambda line: status.update(Text(printable(line)))
+
 
 class JsonPrinter:
     """JSON for programs: one document, or one line for each message of a stream."""
@@ -81,3 +98,6 @@ class JsonPrinter:
 
     def note(self, line: str) -> None:
         """Nobody reads it."""
+
+    def waiting(self, line: str) -> AbstractContextManager[Tell | None]:
+        return nullcontext()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from dskapi.v1.common_pb2 import InFlight, PrecisionMode
-from dskapi.v1.control_pb2 import ModelState
+from dskapi.v1.control_pb2 import ModelState, ModeProof
 from dskapi.v1.inference_pb2 import FinishReason
 
 NOTHING = "-"
+HASH_DIGITS = 12
+PHASES = ("validate", "build", "prove", "commit")
 
 
 def enum_word(descriptor: EnumDescriptor, number: int) -> str | None:
@@ -43,14 +46,61 @@ def state_word(state: int) -> str:
     return enum_word(ModelState.DESCRIPTOR, state) or NOTHING
 
 
+def in_flight_word(in_flight: int) -> str:
+    return enum_word(InFlight.DESCRIPTOR, in_flight) or NOTHING
+
+
 def finish_word(reason: int) -> str:
     """ "end of text", for people."""
     return (enum_word(FinishReason.DESCRIPTOR, reason) or NOTHING).replace("_", " ")
 
 
 def transition(from_mode: int, to_mode: int) -> str:
-    """ "int4 → int8"; a load or unload has one end only."""
+    """ "int4 → int8"."""
     return f"{mode_word(from_mode)} → {mode_word(to_mode)}"
+
+
+def moved(before: str, after: str) -> str:
+    """ "3 → 4"; what stayed the same, or came from nothing, is told once."""
+    return after if before in (after, NOTHING) else f"{before} → {after}"
+
+
+def generation_word(number: int) -> str:
+    return str(number) if number else NOTHING
+
+
+def short_hash(digest: str, digits: int = HASH_DIGITS) -> str:
+    """Enough digits to tell one from another."""
+    return digest[:digits] or NOTHING
+
+
+def kl_words(proof: ModeProof) -> str:
+    """Nats per token, before (where it was measured) and after a change."""
+    before = f"{proof.kl_before:.4f} → " if proof.HasField("kl_before") else ""
+    return f"{before}{proof.kl_after:.4f}"
+
+
+def proof_facts(proofs: Iterable[ModeProof]) -> Iterator[tuple[str, str]]:
+    """A name and a value for each mode that was proven."""
+    for proof in proofs:
+        agreement = f"same most probable token at {proof.agreement:.1%}"
+        yield f"KL {mode_word(proof.mode)}", f"{kl_words(proof)} nats per token, {agreement}"
+
+
+def phase_words(phases_ms: Mapping[str, float]) -> str:
+    """In the order they ran, as far as this client knows them."""
+    known = [phase for phase in PHASES if phase in phases_ms]
+    others = sorted(phases_ms.keys() - set(PHASES))
+    return ", ".join(f"{phase} {duration_words(phases_ms[phase])}" for phase in (*known, *others)) or NOTHING
+
+
+def duration_words(milliseconds: float) -> str:
+    """Tenths only where they say something."""
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.1f} ms"
+
+
+def flip_words(microseconds: float) -> str:
+    return f"{microseconds:.1f} µs" if microseconds else NOTHING
 
 
 def size_words(count: int) -> str:
@@ -73,6 +123,11 @@ def count_words(count: int) -> str:
 def local_time(timestamp: Timestamp) -> str:
     """Date and time in the zone of this machine, to the second."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(timestamp.seconds))
+
+
+def short_time(timestamp: Timestamp) -> str:
+    """`local_time` without the year."""
+    return local_time(timestamp)[5:]
 
 
 def age_words(timestamp: Timestamp) -> str:

@@ -17,6 +17,9 @@ from dskd.config import SYSTEM_CONFIG, load_config
 from dskd.typed_toml import ConfigError
 from dskquant.version import VERSION
 
+HISTORY = "history.jsonl"
+"""In the state directory: what was changed, when, by whom and how it ended."""
+
 OK, FAILED, USAGE = 0, 1, 2
 """Exit codes; USAGE is that of argparse too."""
 
@@ -69,13 +72,16 @@ def _serve(config_path: Path | None, options: argparse.Namespace) -> int:
     # Imported here: `dskd doctor` has to work where the engines are not installed.
     from dskd.listen import StartupError
     from dskd.log import configure_logging
+    from dskd.manager.history import History
     from dskd.model_host import host_factory
     from dskd.server import serve
 
     config = load_config(config_path, _overrides(options))
     configure_logging(config.log)
     try:
-        return asyncio.run(_live(serve(config, host_factory(config))))
+        make_host = host_factory(config)  # from here on no other daemon writes into the state directory
+        history = History(config.server.state_dir / HISTORY)
+        return asyncio.run(_live(serve(config, make_host, history)))
     except StartupError as error:
         print(f"dskd: {error}", file=sys.stderr)
         return FAILED

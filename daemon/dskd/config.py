@@ -145,6 +145,7 @@ class ProofConfig:
 
     max_kl: Annotated[float, Between(0)] = 2.0  # mean KL(reference || mode), nats per token
     min_agreement: Annotated[float, Between(0, 1)] = 0.3  # share of tokens with the same most probable one
+    max_worsening: Annotated[float, Between(1)] = 4.0  # mean KL of a new parameter set, times that of the serving one
 
 
 class SwapPolicy(enum.Enum):

@@ -16,3 +16,160 @@ They come from the watched directory, from `dskctl apply` and over RPC, and mean
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli
+
+from dskd.engine.request import InFlight
+from dskd.manager.types import Change, SetReference
+from dskd.typed_toml import Builder, ConfigError, OneOf
+from dskd.units import format_bytes
+from dskquant.modes import PrecisionMode
+from dskquant.scheme import LAYER_PRECISIONS, LayerRule
+
+MAX_BYTES = 1 << 20
+MAX_LAYER_RULES = 10_000
+SHA256 = re.compile(r"[0-9a-f]{64}|")
+
+Problems = Iterator[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamsConfig:
+    """[params]: a parameter set on this machine."""
+
+    file: Path  # its directory or its manifest; absolute
+    sha256: str = ""  # of its manifest; "": whatever is there
+
+    def problems(self) -> Problems:
+        if "\0" in str(self.file):
+            yield "file", "a path has no NUL"
+        if not SHA256.fullmatch(self.sha256):
+            yield "sha256", "allowed: 64 hexadecimal digits in lower case"
+
+    @property
+    def reference(self) -> SetReference:
+        return SetReference(self.file, self.sha256)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantConfig:
+    """What a model shall serve with; None and () say nothing about it."""
+
+    model: str
+    precision: PrecisionMode | None = None
+    in_flight: InFlight | None = None
+    params: ParamsConfig | None = None
+    layers: tuple[LayerRule, ...] = ()  # the last one that matches a layer wins
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerTable:
+    """[[layers]] as a file has it."""
+
+    match: str
+    precision: Annotated[str, OneOf(tuple(mode.value for mode in LAYER_PRECISIONS))]
+
+    @property
+    def rule(self) -> LayerRule:
+        return LayerRule(self.match, PrecisionMode(self.precision))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """A whole file."""
+
+    model: str
+    precision: PrecisionMode | None = None
+    in_flight: InFlight | None = None
+    params: ParamsConfig | None = None
+    layers: tuple[_LayerTable, ...] = ()
+
+    def problems(self) -> Problems:
+        if not self.model:
+            yield "model", "the name of a model is needed"
+
+
+def parse(text: str, name: str, base: Path) -> QuantConfig:
+    """The config in `text`, the content of the file `name`; relative paths start at `base`.
+
+    Raises ConfigError with all problems of the file; each begins with `name` and the field.
+    """
+    try:
+        size = len(text.encode("utf-8"))
+        if size > MAX_BYTES:
+            raise ConfigError([f"has {size} bytes; at most {format_bytes(MAX_BYTES)} are allowed"])
+        config = from_table(tomli.loads(text), base)
+        if len(config.layers) > MAX_LAYER_RULES:
+            raise ConfigError([f"layers: {len(config.layers)} rules; at most {MAX_LAYER_RULES} are allowed"])
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {problem}" for problem in error.problems) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([f"{name}: {error}"]) from error
+    return config
+
+
+def from_table(table: Mapping[str, Any], base: Path) -> QuantConfig:
+    """The config in a parsed file. Raises ConfigError with all problems."""
+    builder = Builder(base.absolute())
+    tables = builder.build(_Tables, table)
+    if builder.problems:
+        raise ConfigError(builder.problems)
+    rules = tuple(layer.rule for layer in tables.layers)
+    return QuantConfig(tables.model, tables.precision, tables.in_flight, tables.params, rules)
+
+
+def to_table(config: QuantConfig) -> dict[str, Any]:
+    """What `from_table` reads back; JSON values."""
+    table: dict[str, Any] = {"model": config.model}
+    if config.precision:
+        table["precision"] = config.precision.value
+    if config.in_flight:
+        table["in_flight"] = config.in_flight.value
+    if config.params:
+        table["params"] = {"file": str(config.params.file), "sha256": config.params.sha256}
+    if config.layers:
+        table["layers"] = [{"match": rule.match, "precision": rule.precision.value} for rule in config.layers]
+    return table
+
+
+def merge(configs: Sequence[tuple[str, QuantConfig]]) -> QuantConfig:
+    """The configs of one model as one, as in a `.d` directory: in the order of their file names.
+
+    Later files override single keys (`params` as a whole); layer rules are concatenated.
+    Raises ValueError when there is none, or when they are of several models.
+    """
+    ordered = [config for _, config in sorted(configs, key=lambda item: item[0])]
+    if len({config.model for config in ordered}) != 1:
+        raise ValueError("only configs of one model can be merged")
+    merged = ordered[0]
+    for config in ordered[1:]:
+        merged = replace(
+            merged,
+            precision=config.precision or merged.precision,
+            in_flight=config.in_flight or merged.in_flight,
+            params=config.params or merged.params,
+            layers=merged.layers + config.layers,
+        )
+    return merged
+
+
+def difference(before: QuantConfig | None, after: QuantConfig | None, default_mode: PrecisionMode) -> Change:
+    """What to change of a model that serves with `before` so that it serves with `after`; None: no config.
+
+    A key that is gone is taken back: to the set of the model's own store, no layer rules, the default mode.
+    """
+    old, new = before or QuantConfig(""), after or QuantConfig("")
+    mode = parameters = layers = None
+    if new.precision is not old.precision:
+        mode = new.precision or default_mode
+    if new.params != old.params:
+        parameters = new.params.reference if new.params else SetReference(None)
+    if new.layers != old.layers:
+        layers = new.layers
+    return Change(mode, parameters, layers, new.in_flight or InFlight.MIGRATE)

@@ -25,6 +25,8 @@ from dskd.rpc.gate import Gate
 from dskd.rpc.inference import InferenceService
 from dskd.rpc.interceptor import CallInterceptor
 from dskd.states import ModelState
+from dskd.watch.registry_target import RegistryTarget
+from dskd.watch.watcher import Watcher
 
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 
@@ -34,6 +36,9 @@ the grace period: a build cannot be stopped, and is left to the end of the proce
 
 CLEAN, FORCED = 0, 1
 """Exit codes: everything finished within the grace period or was told so; a second signal cut it short."""
+
+WATCH_STATE = "watch.json"
+"""In the state directory: what the watched directory said last."""
 
 SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
@@ -46,15 +51,18 @@ SERVICES = (
 class Daemon:
     """One daemon; `run` is its whole life. Make it inside a running event loop."""
 
-    def __init__(self, config: Config, make_host: HostFactory) -> None:
+    def __init__(self, config: Config, make_host: HostFactory, history: History | None = None) -> None:
+        """Without `history` one is kept in memory alone."""
         self.config = config
         self.events = EventBus()
-        self.history = History()
+        self.history = history or History()
         self.registry = ModelRegistry(config.models, make_host, self.events, self.history)
         self.addresses: tuple[Address, ...] = ()  # those really bound
         self._gate = Gate(config.server.max_concurrent_requests)
         self._health = health.aio.HealthServicer()
         self._inference = InferenceService(self.registry, self._gate)
+        self._watcher = self._make_watcher()
+        self._watching: asyncio.Task[None] | None = None
         self._server = self._make_server()
         self._stop_asked = asyncio.Event()
         self._force_asked = asyncio.Event()
@@ -75,6 +83,13 @@ class Daemon:
             self._force_asked.set()
         self._stop_asked.set()
 
+    def rescan(self) -> None:
+        """Looks at the watched directory anew, and tries again what was refused."""
+        if self._watcher is None:
+            log.warning("SIGHUP does nothing: no directory is watched ([watch] directory)")
+        else:
+            self._watcher.rescan()
+
     async def startup(self) -> None:
         """Answers on all addresses and begins to load the models; readiness comes with the first that serves."""
         await self._show_readiness()
@@ -84,6 +99,8 @@ class Daemon:
         for name, model in self.config.models.items():
             if model.load:
                 self.registry.start_load(name, "config")
+        if self._watcher:
+            self._watching = asyncio.create_task(self._watcher.run(), name="watch")
         log.info("listening", addresses=[str(address) for address in self.addresses])
         systemd.notify("READY=1")
 
@@ -92,13 +109,14 @@ class Daemon:
         log.info("stopping", grace_s=self.config.server.grace_s)
         systemd.notify("STOPPING=1")
         self._gate.close()
+        await _end(self._watching)
         await self._health.enter_graceful_shutdown()
         self.events.publish("daemon.stopping", "", "the daemon is shutting down")
         forced = await self._drain()
         self.events.publish(DAEMON_STOPPED, "", "the daemon has stopped")
         await self._server.stop(0 if forced else LAST_WORDS_S)
         self._inference.close()
-        await self._end_readiness()
+        await _end(self._readiness)
         log.info("stopped", forced=forced)
         return FORCED if forced else CLEAN
 
@@ -134,11 +152,11 @@ class Daemon:
             status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
             await self._health.set(service, status)
 
-    async def _end_readiness(self) -> None:
-        if self._readiness:
-            self._readiness.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._readiness
+    def _make_watcher(self) -> Watcher | None:
+        if self.config.watch.directory is None:
+            return None
+        state_file = self.config.server.state_dir / WATCH_STATE
+        return Watcher(self.config.watch, state_file, RegistryTarget(self.registry), self.history, self.events)
 
     def _make_server(self) -> grpc.aio.Server:
         limit = self.config.server.max_message_bytes
@@ -150,7 +168,8 @@ class Daemon:
                 ("grpc.so_reuseport", 0),  # otherwise two daemons share a port without noticing
             ],
         )
-        control = ControlService(self.config.server, self.registry, self.events, self.history)
+        watched = self.config.watch.directory
+        control = ControlService(self.config.server, self.registry, self.events, self.history, watched)
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
         control_pb2_grpc.add_ControlServicer_to_server(control, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -158,11 +177,21 @@ class Daemon:
         return server
 
 
-async def serve(config: Config, make_host: HostFactory) -> int:
-    """Runs a daemon that obeys signals: SIGTERM and SIGINT stop it, a second one at once. Returns the exit code."""
-    daemon = Daemon(config, make_host)
+async def _end(task: asyncio.Task[None] | None) -> None:
+    if task:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def serve(config: Config, make_host: HostFactory, history: History) -> int:
+    """Runs a daemon that obeys signals: SIGTERM and SIGINT stop it, a second one at once; SIGHUP rescans.
+
+    Returns the exit code.
+    """
+    daemon = Daemon(config, make_host, history)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, daemon.stop)
-    loop.add_signal_handler(signal.SIGHUP, log.info, "SIGHUP is reserved and does nothing")
+    loop.add_signal_handler(signal.SIGHUP, daemon.rescan)
     return await daemon.run()

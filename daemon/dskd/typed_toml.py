@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
 import math
 import types
 import typing
@@ -76,12 +77,11 @@ class Builder:
 
     def build(self, cls: type[T], table: Mapping[str, Any], where: str = "") -> T:
         """An instance of the dataclass `cls`, or a meaningless value after a problem was noted."""
-        known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
+        known, hints = _described(cls)  # type: ignore[arg-type]  # classes are hashable
         noted_before = len(self.problems)
         for key in table:
             if key not in known:
                 self._note(where, key, f"unknown key{_nearest(key, known)}")
-        hints = typing.get_type_hints(cls, include_extras=True)
         values = {name: self._field(item, hints[name], table, where) for name, item in known.items()}
         if len(self.problems) > noted_before:
             return typing.cast(T, _NO_VALUE)
@@ -117,6 +117,12 @@ class Builder:
 
     def _note(self, where: str, key: str, problem: str) -> None:
         self.problems.append(f"{_join(where, key)}: {problem}")
+
+
+@functools.cache  # a file may have thousands of tables of one class
+def _described(cls: Any) -> tuple[dict[str, Field[Any]], dict[str, Any]]:
+    """The fields of a dataclass and their types, by name."""
+    return {item.name: item for item in fields(cls)}, typing.get_type_hints(cls, include_extras=True)
 
 
 def _scalar(hint: Any, value: Any, base: Path) -> Any:

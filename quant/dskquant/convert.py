@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import os
-import shutil
-import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dskquant import golden, set_writer
 from dskquant.architecture import DecoderConfig
+from dskquant.aside import written_aside
 from dskquant.decoder import EMBEDDING, LM_HEAD, tensor_shapes
 from dskquant.engines import ENGINE_NAMES, load_engine
 from dskquant.errors import SchemeError, SourceError, StoreError
@@ -80,7 +77,7 @@ def convert(source: Path, store: Path, options: ConvertOptions, progress: Progre
     _check_destination(store, options.replace)
     opened = open_source(source)
     check_scheme(options.scheme, opened.decoder)
-    with _written_aside(store) as partial:
+    with written_aside(store) as partial:
         opened.write_tokenizer(partial)
         _check_tokenizer(opened, partial)
         stored = _write_model(opened, partial, options.dtype, progress)
@@ -169,50 +166,6 @@ def _check_destination(store: Path, replace: bool) -> None:
         raise StoreError(f"{store} is not a model store (no {MANIFEST}): it will not be replaced")
 
 
-@contextmanager
-def _written_aside(store: Path) -> Iterator[Path]:
-    """A directory beside `store` that becomes it when the block ends well, and is removed when it does not."""
-    partial = store.parent / f".{store.name}.partial-{os.getpid()}"
-    store.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process of the same number, as in containers
-    partial.mkdir()
-    try:
-        yield partial
-        _open_to_readers(partial)
-        _sync(partial)
-        _put_in_place(partial, store)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _open_to_readers(partial: Path) -> None:
-    """Gives all files the permissions of a new file: safetensors and temporary ones would be their owner's alone, and
-    the daemon often runs as somebody else.
-    """
-    mode = stat.S_IMODE((partial / MANIFEST).stat().st_mode)
-    for path in partial.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
-
-
-def _put_in_place(partial: Path, store: Path) -> None:
-    if not store.exists():
-        partial.rename(store)
-        _sync_directory(store.parent)
-        return
-    old = store.parent / f".{store.name}.old-{os.getpid()}"
-    shutil.rmtree(old, ignore_errors=True)
-    store.rename(old)
-    try:
-        partial.rename(store)
-    except BaseException:  # Ctrl-C too
-        if not store.exists():
-            old.rename(store)
-        raise
-    _sync_directory(store.parent)
-    shutil.rmtree(old)
-
-
 def _write_model(
     source: TensorSource | OpenVINOIRSource, store: Path, dtype: str | None, progress: Progress
 ) -> _Stored:
@@ -291,22 +244,3 @@ def _digests(store: Path, progress: Progress) -> dict[str, str]:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _sync(directory: Path) -> None:
-    """Makes everything below `directory` durable, so that the rename cannot be seen before the contents."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        else:
-            _sync_directory(path)
-    _sync_directory(directory)
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -21,3 +21,19 @@ class EngineError(QuantError):
 
 class SchemeError(QuantError):
     """A quantization scheme does not fit the tensor it is meant for."""
+
+
+class ParameterSetError(StoreError):
+    """A parameter set breaks a rule of its format, or does not fit the model it is meant for."""
+
+    def __init__(self, message: str, *, rule: str, tensor: str = "") -> None:
+        super().__init__(message)
+        self.rule = rule  # short and stable, such as "scale-positive"; see dskquant.validation
+        self.tensor = tensor  # "" where the rule is about no single tensor
+
+
+class ParameterSetMissingError(ParameterSetError):
+    """A parameter set, or a file of it, is not there, or not there yet."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, rule="set-missing")

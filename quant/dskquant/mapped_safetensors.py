@@ -83,6 +83,19 @@ class MappedSafetensors:
         begin, end = self._data_offset + entry.begin, self._data_offset + entry.end
         return np.asarray(self._bytes[begin:end]).view(NUMPY_TYPES[entry.dtype]).reshape(entry.shape)
 
+    def copy(self, name: str) -> NDArray[Any]:
+        """What `array` shows, read from the file: touching a map of a file that was shortened meanwhile is fatal."""
+        entry = self._entries[name]
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._data_offset + entry.begin)
+                data = file.read(entry.end - entry.begin)
+        except OSError as error:
+            raise self._refusal(f"cannot be read: {error}") from error
+        if len(data) != entry.end - entry.begin:
+            raise self._refusal(f"tensor {name}: the file ends in it: truncated")
+        return np.frombuffer(data, NUMPY_TYPES[entry.dtype]).reshape(entry.shape)
+
     def release_pages(self) -> None:
         """Lets go of the pages read so far; what is touched again is read again (madvise(2), MADV_DONTNEED)."""
         self._map.madvise(mmap.MADV_DONTNEED)

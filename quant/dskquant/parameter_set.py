@@ -16,7 +16,8 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dskquant.errors import SchemeError, StoreError
+from dskquant import set_manifest
+from dskquant.errors import ParameterSetError, ParameterSetMissingError, SchemeError, StoreError
 from dskquant.mapped_safetensors import MappedSafetensors
 from dskquant.modes import PrecisionMode
-from dskquant.planes import group_length
 from dskquant.scheme import LayerRule, Role, TensorScheme
+from dskquant.set_layout import Plane, planes_of
 from dskquant.store import MANIFEST, file_sha256
-
-FORMAT_VERSION = 2
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, how many of its parts are done, and how many there are."""
@@ -85,17 +85,41 @@ class ParameterSet:
         return replace(self, tensors=tensors)
 
     def matrices(self) -> MatrixReader:
-        """Opens the files of the set."""
-        return MatrixReader([MappedSafetensors(self.directory / name, StoreError) for name in self.sha256])
+        """Opens the files of the set. Raises ParameterSetError for the first that is missing or damaged."""
+        return MatrixReader(self.directory, {name: self._mapped(name) for name in self.sha256})
 
     def verify(self) -> None:
-        """Reads every file. Raises StoreError for the first one that is missing or not the one the manifest names."""
+        """Reads every file. Raises ParameterSetError for the first that is missing or not the one of the manifest."""
         for name, expected in self.sha256.items():
-            path = self.directory / name
-            if not path.is_file():
-                raise StoreError(f"{path}: missing")
-            if file_sha256(path) != expected:
-                raise StoreError(f"{path}: damaged: its SHA-256 is not the one in {MANIFEST}")
+            path = self._present(name)
+            try:
+                found = file_sha256(path)
+            except OSError as error:
+                raise _unreadable(path, error) from error
+            if found != expected:
+                message = f"{path}: damaged: its SHA-256 is not the one in {MANIFEST}"
+                raise ParameterSetError(message, rule="hash-mismatch")
+
+    def _mapped(self, name: str) -> MappedSafetensors:
+        path = self._present(name)
+        try:
+            return MappedSafetensors(path, StoreError)
+        except StoreError as error:
+            raise ParameterSetError(str(error), rule="file-truncated") from error
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+    def _present(self, name: str) -> Path:
+        path = self.directory / name
+        try:
+            if stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
+                with path.open("rb"):
+                    return path
+        except FileNotFoundError:
+            raise ParameterSetMissingError(f"{path}: missing") from None
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        raise ParameterSetError(f"{path}: is not a regular file", rule="file-unreadable")
 
     def write_manifest(self) -> ParameterSet:
         """Writes the manifest; returns the set with its hash."""
@@ -117,7 +141,7 @@ class ParameterSet:
             for name, scheme in self.tensors.items()
         }
         manifest = {
-            "format_version": FORMAT_VERSION,
+            "format_version": set_manifest.FORMAT_VERSION,
             "model_id": self.model_id,
             "weights_sha256": self.weights_sha256,
             "tensors": tensors,
@@ -132,85 +156,110 @@ class ParameterSet:
 class MatrixReader:
     """Looks matrices up by tensor name in the mapped files of a set."""
 
-    def __init__(self, files: Sequence[MappedSafetensors]) -> None:
-        self._mapped = files
-        self._files = {name: file for file in files for name in file.names}
+    def __init__(self, directory: Path, mapped: Mapping[str, MappedSafetensors]) -> None:
+        self._directory = directory
+        self._mapped = mapped
+        self._files = {name: file for file in mapped.values() for name in file.names}
+
+    def names(self) -> Iterator[tuple[str, str]]:
+        """What is in the files: name of the file, name of the array."""
+        return ((file_name, name) for file_name, file in self._mapped.items() for name in file.names)
 
     def plane(self, tensor: str, plane: str, scheme: TensorScheme) -> MappedMatrix:
         """The `plane` ("base", "residual" or "int8") of a linear layer. Raises StoreError when the set lacks it."""
         if plane == "int8" and not scheme.int8_plane:
             raise StoreError(f"the parameter set has no 8-bit plane of {tensor}: convert the model with --int8-plane")
-        return self._matrix(f"{tensor}.{plane}", scheme, 8 if plane == "int8" else 4)
+        return self._matrix_of(tensor, plane, scheme)
 
     def eight_bit(self, tensor: str, scheme: TensorScheme) -> MappedMatrix:
         """An embedding or lm_head. Raises StoreError when the set lacks it."""
-        return self._matrix(tensor, scheme, 8)
+        return self._matrix_of(tensor, "", scheme)
+
+    def _matrix_of(self, tensor: str, plane: str, scheme: TensorScheme) -> MappedMatrix:
+        planes = planes_of(tensor, scheme)
+        if plane not in planes:
+            raise ParameterSetError(
+                f"{self._directory}: tensor {tensor}: role {scheme.role.value} is not what the model uses it for",
+                rule="role",
+                tensor=tensor,
+            )
+        return self.matrix(planes[plane])
+
+    def matrix(self, plane: Plane) -> MappedMatrix:
+        """Raises ParameterSetError when the set lacks an array of `plane` or has it otherwise."""
+        names = plane.codes, plane.scales, plane.zero_points
+        return MappedMatrix(*(self._file(plane, name).array(name) for name in names))
+
+    def grid(self, plane: Plane) -> tuple[NDArray[np.float16], NDArray[np.uint8]]:
+        """Copies of scales and zero-points [N, G], which it does no harm to read while others write to the files."""
+        return self._copy(plane, plane.scales), self._copy(plane, plane.zero_points)
+
+    def check(self, plane: Plane, names: Iterable[str]) -> None:
+        """Raises ParameterSetError for the first of these arrays of `plane` that the set lacks or has otherwise."""
+        for name in names:
+            self._file(plane, name)
 
     def release_pages(self) -> None:
         """Lets go of what was read of the files so far; it is read again when it is touched."""
-        for file in self._mapped:
+        for file in self._mapped.values():
             file.release_pages()
 
-    def _matrix(self, prefix: str, scheme: TensorScheme, bits: int) -> MappedMatrix:
-        rows, columns = scheme.shape
-        groups = columns // group_length(columns, scheme.group_size)
-        return MappedMatrix(
-            self._array(f"{prefix}.codes", "U8", (rows, columns * bits // 8)),
-            self._array(f"{prefix}.scales", "F16", (rows, groups)),
-            self._array(f"{prefix}.zero_points", "U8", (rows, groups)),
-        )
+    def _copy(self, plane: Plane, name: str) -> NDArray[Any]:
+        try:
+            return self._file(plane, name).copy(name)
+        except ParameterSetError:
+            raise
+        except StoreError as error:
+            raise ParameterSetError(str(error), rule="file-truncated", tensor=plane.tensor) from error
 
-    def _array(self, name: str, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    def _file(self, plane: Plane, name: str) -> MappedSafetensors:
+        """The file that holds the array `name` as `plane` says it is."""
         file = self._files.get(name)
         if file is None:
-            raise StoreError(f"the parameter set has no tensor {name}")
-        if (file.dtype(name), file.shape(name)) != (dtype, shape):
-            found = f"{file.dtype(name)} {list(file.shape(name))}"
-            raise StoreError(f"tensor {name} of the parameter set is {found}, not {dtype} {list(shape)}")
-        return file.array(name)
+            raise self._refusal(plane, "array-missing", f"the parameter set has no tensor {name}")
+        found, (dtype, shape) = (file.dtype(name), file.shape(name)), plane.arrays[name]
+        if found != (dtype, shape):
+            words = f"{found[0]} {list(found[1])}, not {dtype} {list(shape)}"
+            rule = "array-shape" if found[0] == dtype else "array-dtype"
+            raise self._refusal(plane, rule, f"tensor {name} of the parameter set is {words}")
+        return file
+
+    def _refusal(self, plane: Plane, rule: str, message: str) -> ParameterSetError:
+        return ParameterSetError(f"{self._directory}: {message}", rule=rule, tensor=plane.tensor)
 
 
-def read(directory: Path) -> ParameterSet:
-    """Reads the manifest of a set. Raises StoreError when it is missing, damaged or of another version."""
-    path = directory / MANIFEST
-    try:
-        text = path.read_bytes()
-        raw = json.loads(text)
-        if raw["format_version"] != FORMAT_VERSION:
-            raise StoreError(f"{path}: format_version {raw['format_version']}; this version reads {FORMAT_VERSION}")
-        tensors = {name: _read_scheme(item) for name, item in raw["tensors"].items()}
-        files = {_plain_file_name(name): str(digest) for name, digest in raw["sha256"].items()}
-        return ParameterSet(
-            directory,
-            raw["model_id"],
-            raw["weights_sha256"],
-            tensors,
-            files,
-            Codes(raw["codes"]),
-            {PrecisionMode(mode): float(kl) for mode, kl in raw["expected_kl"].items()},
-            raw["provenance"],
-            _sha256(text),
-        )
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SchemeError) as error:
-        raise StoreError(f"{path}: not a readable parameter set: {type(error).__name__}: {error}") from error
+def read(path: Path) -> ParameterSet:
+    """Reads the manifest of the set in the directory `path`, which may also be the path of the manifest itself.
+
+    Raises ParameterSetMissingError when nothing is there, ParameterSetError when it is damaged or of another version.
+    """
+    directory = path.parent if path.name == MANIFEST else path
+    manifest = directory / MANIFEST
+    text = set_manifest.read_bytes(manifest)
+    raw = set_manifest.parse(manifest, text)
+    return ParameterSet(
+        directory,
+        raw["model_id"],
+        raw["weights_sha256"],
+        {name: set_manifest.tensor_scheme(manifest, name, item) for name, item in raw["tensors"].items()},
+        raw["sha256"],
+        _codes(manifest, raw["codes"]),
+        set_manifest.expected_kl(manifest, raw["expected_kl"]),
+        raw["provenance"],
+        _sha256(text),
+    )
+
+
+def _unreadable(path: Path, error: OSError) -> ParameterSetError:
+    return ParameterSetError(f"{path}: cannot be read: {error.strerror}", rule="file-unreadable")
+
+
+def _codes(manifest: Path, word: str) -> Codes:
+    known = {codes.value: codes for codes in Codes}
+    if word not in known:
+        raise ParameterSetError(f"{manifest}: codes {word!r}; allowed: {', '.join(known)}", rule="manifest-unreadable")
+    return known[word]
 
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _plain_file_name(name: str) -> str:
-    if Path(name).name != name:
-        raise ValueError(f"{name!r} is not the name of a file of the set")
-    return name
-
-
-def _read_scheme(item: dict[str, Any]) -> TensorScheme:
-    return TensorScheme(
-        Role(item["role"]),
-        tuple(item["shape"]),
-        item["group_size"],
-        item["symmetric"],
-        item["always_residual"],
-        item["int8_plane"],
-    )

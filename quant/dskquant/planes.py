@@ -70,8 +70,17 @@ def quantize(weights: Float32, bits: int, group_size: int, symmetric: bool) -> Q
     rows, columns = weights.shape
     grouped = weights.reshape(rows, -1, group_length(columns, group_size))
     scales, zero_points = _symmetric_range(grouped, bits) if symmetric else _asymmetric_range(grouped, bits)
-    codes = _round_to_codes(grouped, scales, zero_points, bits)
-    return QuantizedMatrix(codes.reshape(rows, columns), scales, zero_points)
+    return rounded(weights, scales, zero_points, bits)
+
+
+def rounded(weights: Float32, scales: Float16, zero_points: UInt8, bits: int) -> QuantizedMatrix:
+    """`weights` [N, K] as the nearest codes of `bits` bits that given scales and zero-points [N, G] have for them."""
+    rows, groups = scales.shape
+    codes = weights.reshape(rows, groups, -1) / scales[:, :, None].astype(np.float32)
+    np.rint(codes, out=codes)
+    codes += zero_points[:, :, None]
+    np.clip(codes, 0, 2**bits - 1, out=codes)
+    return QuantizedMatrix(codes.astype(np.uint8).reshape(rows, -1), scales, zero_points)
 
 
 def quantize_planes(weights: Float32, group_size: int, symmetric: bool) -> tuple[QuantizedMatrix, QuantizedMatrix]:
@@ -100,14 +109,6 @@ def _as_scales(scales: NDArray[Any]) -> Float16:
         raise SchemeError(f"a scale of {scales.max():.3g} does not fit float16 (largest: {LARGEST_SCALE:.0f})")
     fitting: Float16 = np.maximum(scales, SMALLEST_SCALE).astype(np.float16)
     return fitting
-
-
-def _round_to_codes(grouped: Float32, scales: Float16, zero_points: UInt8, bits: int) -> UInt8:
-    codes = grouped / scales[:, :, None].astype(np.float32)
-    np.rint(codes, out=codes)
-    codes += zero_points[:, :, None]
-    np.clip(codes, 0, 2**bits - 1, out=codes)
-    return codes.astype(np.uint8)
 
 
 def pack_u4(codes: UInt8) -> UInt8:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,19 @@ from safetensors.numpy import save_file
 
 from dskquant.engines import load_engine
 from dskquant.engines.protocol import WeightSource
-from dskquant.errors import SchemeError
-from dskquant.parameter_set import ParameterSet, Progress
-from dskquant.planes import Float32, QuantizedMatrix, pack_u4, quantize, quantize_planes
+from dskquant.errors import SchemeError, StoreError
+from dskquant.parameter_set import Codes, MatrixReader, ParameterSet, Progress
+from dskquant.planes import Float32, QuantizedMatrix, pack_u4, quantize, quantize_planes, rounded
 from dskquant.scheme import Role, Scheme, TensorScheme
+from dskquant.set_layout import Plane, planes_of
 from dskquant.store import StoreManifest, file_sha256
+from dskquant.validation import validate
 
 FILE_BYTES = 512 << 20
 READABLE = 0o644
 
 Tensors = dict[str, NDArray[Any]]
+Grid = tuple[NDArray[np.float16], NDArray[np.uint8]]  # scales and zero-points [N, G]
 
 
 def create(store: Path, scheme: Scheme, destination: Path, progress: Progress) -> ParameterSet:
@@ -47,6 +52,65 @@ def create(store: Path, scheme: Scheme, destination: Path, progress: Progress) -
     return made.write_manifest()
 
 
+def complete(parameters: ParameterSet, store: Path, destination: Path, progress: Progress) -> ParameterSet:
+    """Writes a set whose codes are derived, with its codes, into the new directory `destination`.
+
+    A code is the nearest to the stored weight that the scale, as float16, and the zero-point of its group have; the
+    residual plane rounds what the base plane leaves. The result follows from the set and the weights alone, bit by bit.
+    Raises ParameterSetError when the set breaks a rule of `dskquant.validation`, StoreError when it has its codes.
+    """
+    if parameters.codes is Codes.STORED:
+        raise StoreError(f"{parameters.directory}: holds its codes already")
+    validate(parameters, store)
+    matrices = parameters.matrices()
+    weights = load_engine("openvino").weights(store)
+    destination.mkdir(parents=True)
+    writer = SetWriter(destination)
+    for done, weight in enumerate(weights):
+        progress(f"deriving codes of {weight.name}", done, len(weights))
+        writer.add(derive_codes(weight, planes_of(weight.name, parameters.tensors[weight.name]), matrices))
+    writer.flush()
+    progress("codes derived", len(weights), len(weights))
+    whole = replace(
+        parameters,
+        directory=destination,
+        sha256=writer.sha256,
+        codes=Codes.STORED,
+        provenance=parameters.provenance | {"completed_from": parameters.hash},
+    )
+    return whole.write_manifest()
+
+
+def derive_codes(weight: WeightSource, planes: Mapping[str, Plane], matrices: MatrixReader) -> Tensors:
+    """The arrays of all planes of a weight matrix: grids as `matrices` has them, codes rounded to them."""
+    grids = {name: matrices.grid(plane) for name, plane in planes.items()}
+    pieces: dict[str, list[NDArray[np.uint8]]] = {name: [] for name in planes}
+    first_row = 0
+    for weights in weight.pieces():
+        rows = slice(first_row, first_row + len(weights))
+        for name, codes in _codes_of_rows(weights, rows, planes, grids):
+            pieces[name].append(codes)
+        first_row = rows.stop
+    tensors: Tensors = {}
+    for name, plane in planes.items():
+        tensors[plane.codes] = np.concatenate(pieces[name])
+        tensors[plane.scales], tensors[plane.zero_points] = grids[name]
+    return tensors
+
+
+def _codes_of_rows(
+    weights: Float32, rows: slice, planes: Mapping[str, Plane], grids: Mapping[str, Grid]
+) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+    """The codes of `weights`, which are these rows of their matrix, in each plane, packed as the files pack them."""
+    left = weights
+    for name, plane in planes.items():  # base before residual
+        scales, zero_points = grids[name]
+        matrix = rounded(left if name == "residual" else weights, scales[rows], zero_points[rows], plane.bits)
+        if name == "base":
+            left = weights - matrix.dequantized()
+        yield name, pack_u4(matrix.codes) if plane.bits == 4 else matrix.codes
+
+
 def quantize_tensor(weight: WeightSource, scheme: TensorScheme) -> Tensors:
     """The tensors of the set that stand for one weight matrix."""
     try:
@@ -69,12 +133,10 @@ def _quantize_piece(rows: Float32, scheme: TensorScheme) -> Tensors:
     return parts
 
 
-def parts_of(prefix: str, matrix: QuantizedMatrix, codes: NDArray[np.uint8]) -> Tensors:
-    return {
-        f"{prefix}codes": codes,
-        f"{prefix}scales": matrix.scales,
-        f"{prefix}zero_points": matrix.zero_points,
-    }
+def parts_of(prefix: str, matrix: QuantizedMatrix, codes: NDArray[np.uint8] | None) -> Tensors:
+    """The arrays of a plane; without `codes`, for a set whose codes are derived, its scales and zero-points alone."""
+    grid: Tensors = {f"{prefix}scales": matrix.scales, f"{prefix}zero_points": matrix.zero_points}
+    return grid if codes is None else {f"{prefix}codes": codes} | grid
 
 
 class SetWriter:

@@ -1,6 +1,6 @@
 """The verbs of dskctl, one file each."""
 
-from dskctl.verbs import chat, generate, history, load, models, status, switch, unload, watch
+from dskctl.verbs import apply, chat, generate, history, load, models, rollback, status, switch, unload, watch
 
 ALL = (
     status.VERB,
@@ -8,6 +8,8 @@ ALL = (
     load.VERB,
     unload.VERB,
     switch.VERB,
+    apply.VERB,
+    rollback.VERB,
     history.VERB,
     watch.VERB,
     generate.VERB,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from contextlib import closing
 
 from dskapi.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest
@@ -11,9 +10,8 @@ from dskctl.daemon import Daemon
 from dskctl.exits import UsageError
 from dskctl.options import add_generation, generation_request, token_ids, utf8
 from dskctl.printer import Printer
+from dskctl.stdin import STDIN, text_of_stdin
 from dskctl.verb import Verb
-
-STDIN = "-"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -63,12 +61,7 @@ def _model_of(words: list[str]) -> str:
 
 
 def _prompt_text(word: str) -> str:
-    if word != STDIN:
-        return word
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the prompt on stdin is not valid UTF-8 (byte {error.start})") from None
+    return text_of_stdin("prompt") if word == STDIN else word
 
 
 def _chat(system: str | None, prompt: str) -> Chat:

@@ -7,13 +7,13 @@ import argparse
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from dskapi.v1.control_pb2 import GetStatusRequest, GetStatusResponse, ModelStatus
+from dskapi.v1.control_pb2 import GenerationStatus, GetStatusRequest, GetStatusResponse, ModelStatus
 from dskctl.daemon import Daemon
 from dskctl.options import add_model
 from dskctl.printer import Printer
-from dskctl.tables import table
+from dskctl.tables import dense_table, table
 from dskctl.verb import Verb
-from dskctl.words import NOTHING, age_words, mode_word, printable, size_words, state_word
+from dskctl.words import MODES, NOTHING, age_words, local_time, mode_word, printable, short_hash, size_words, state_word
 
 
 def run(args: argparse.Namespace, daemon: Daemon, printer: Printer) -> None:
@@ -25,7 +25,7 @@ def as_text(status: GetStatusResponse) -> RenderableType:
     parts: list[RenderableType] = [_daemon_line(status), ""]
     if not status.models:
         return Group(*parts, "no model is loaded; `dskctl models` lists those that can be")
-    return Group(*parts, models_table(status), "", modes_table(status), *_remarks(status))
+    return Group(*parts, models_table(status), "", modes_table(status), *_generations(status), *_remarks(status))
 
 
 def _daemon_line(status: GetStatusResponse) -> str:
@@ -69,6 +69,24 @@ def modes_table(status: GetStatusResponse) -> Table:
             resident = "yes" if mode.resident else "no"
             made.add_row(model.name, mode_word(mode.mode), resident, memory, f"{mode.tokens:,}", str(mode.requests))
     return made
+
+
+def _generations(status: GetStatusResponse) -> list[RenderableType]:
+    """One row for each generation that a rollback can return to, and the present one."""
+    rows = [_generation_row(model.name, state) for model in status.models for state in model.generations]
+    columns = ("MODEL", "GENERATION", "STATE", "PARAMETER SET", "COMMITTED", "KL")
+    return ["", dense_table(columns, rows, right=("GENERATION",))] if rows else []
+
+
+def _generation_row(model: str, state: GenerationStatus) -> list[str]:
+    return [
+        model,
+        str(state.number),
+        "active" if state.active else "resident" if state.resident else "stored",
+        short_hash(state.parameter_set),
+        local_time(state.committed),
+        ", ".join(f"{mode} {state.kl[mode]:.4f}" for mode in MODES if mode in state.kl) or NOTHING,
+    ]
 
 
 def _remarks(status: GetStatusResponse) -> list[str]:

@@ -6,29 +6,22 @@ import argparse
 
 from dskapi.v1.control_pb2 import SwitchPrecisionRequest, SwitchPrecisionResponse
 from dskctl.daemon import Daemon
-from dskctl.options import add_mode, utf8
+from dskctl.options import add_in_flight, add_mode, add_only_model, add_wait
 from dskctl.printer import Printer
 from dskctl.verb import Verb
 from dskctl.words import IN_FLIGHT, MODES, transition
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", default="", type=utf8, help="may be left out while one model is loaded"
-    )
+    add_only_model(parser)
     add_mode(parser)
-    parser.add_argument(
-        "--in-flight",
-        choices=IN_FLIGHT,
-        default="migrate",
-        help="open requests go on in the new mode (migrate, the default) or end in the old one (finish)",
-    )
-    parser.add_argument("--no-wait", action="store_true", help="do not wait for a mode that must be prepared first")
+    add_in_flight(parser)
+    add_wait(parser)
 
 
 def run(args: argparse.Namespace, daemon: Daemon, printer: Printer) -> None:
     request = SwitchPrecisionRequest(
-        model=args.model, mode=MODES[args.mode], in_flight=IN_FLIGHT[args.in_flight], wait=not args.no_wait
+        model=args.model, mode=MODES[args.mode], in_flight=IN_FLIGHT[args.in_flight], wait=args.wait
     )
     printer.show(daemon.switch_precision(request), as_text)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import structlog
+
 from dskd.errors import FailedPreconditionError
 from dskd.manager.depot import SetDepot
 from dskd.manager.generation import Generation
@@ -21,16 +23,28 @@ from dskquant.scheme import LayerRule
 from dskquant.store import DEFAULT_PARAMETER_SET, StoreManifest, verify
 from dskquant.validation import validate
 
+log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
+
 
 class Catalogue:
-    """Makes generations. Raises StoreError when the model store or its default parameter set is damaged."""
+    """Makes generations. Raises StoreError when the model store is damaged."""
 
     def __init__(self, store: Path, depot: SetDepot, engine: str, options: CompileOptions) -> None:
         self._store = store
         self._depot = depot
         self._engine = engine
         self._options = options
-        self.default = _verified_default(store)
+        manifest = StoreManifest.read(store)
+        verify(store, manifest)
+        self._weights_sha256 = manifest.weights_sha256
+        self._default = self._verified_default()
+
+    @property
+    def default(self) -> ParameterSet:
+        """The set that the model was converted with. Raises StoreError when it is damaged."""
+        if isinstance(self._default, StoreError):
+            raise self._default
+        return self._default
 
     def generation(self, number: int, parameters: ParameterSet, layers: tuple[LayerRule, ...]) -> Generation:
         """Raises SchemeError for a rule that matches no linear layer."""
@@ -54,26 +68,33 @@ class Catalogue:
 
     def keep(self, found: ParameterSet, is_cancelled: Callable[[], bool]) -> ParameterSet:
         """A copy of the daemon's own, with codes; the default set stays in the model store."""
-        return self.default if found.hash == self.default.hash else self._depot.keep(found, self._store, is_cancelled)
+        return found if self._is_default(found.hash) else self._depot.keep(found, self._store, is_cancelled)
 
     def reopen(self, kept: KeptGeneration) -> Generation:
         """A generation of before. Raises StoreError when its set is gone or damaged, SchemeError for an unfit rule."""
-        is_default = kept.parameter_set == self.default.hash
+        is_default = self._is_default(kept.parameter_set)
         parameters = self.default if is_default else self._depot.open(kept.parameter_set)
-        if parameters.weights_sha256 != self.default.weights_sha256:
-            raise StoreError(f"{parameters.directory}: made for other weights than those of {self._store}")
+        self._require_fit(parameters)
         return self.generation(kept.number, parameters, kept.layers)
 
     def forget_all_but(self, kept: Iterable[KeptGeneration], others: frozenset[str]) -> None:
         """Removes the sets that no generation of `kept` needs and that are not among `others`."""
         self._depot.forget_all_but(others | {generation.parameter_set for generation in kept})
 
+    def _is_default(self, set_hash: str) -> bool:
+        return not isinstance(self._default, StoreError) and self._default.hash == set_hash
 
-def _verified_default(store: Path) -> ParameterSet:
-    manifest = StoreManifest.read(store)
-    verify(store, manifest)
-    parameters = parameter_set.read(store / DEFAULT_PARAMETER_SET)
-    if parameters.weights_sha256 != manifest.weights_sha256:
-        raise StoreError(f"{parameters.directory}: made for other weights than those of {store}")
-    parameters.verify()
-    return parameters
+    def _verified_default(self) -> ParameterSet | StoreError:
+        """A damaged one is no hindrance while another set serves."""
+        try:
+            parameters = parameter_set.read(self._store / DEFAULT_PARAMETER_SET)
+            self._require_fit(parameters)
+            parameters.verify()
+        except StoreError as error:
+            log.error("the default parameter set is damaged", store=str(self._store), reason=str(error))
+            return error
+        return parameters
+
+    def _require_fit(self, parameters: ParameterSet) -> None:
+        if parameters.weights_sha256 != self._weights_sha256:
+            raise StoreError(f"{parameters.directory}: made for other weights than those of {self._store}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from dskd.config import ProofConfig
@@ -10,6 +11,9 @@ from dskquant import golden
 from dskquant.divergence import Divergence
 from dskquant.engines.protocol import Engine, Graph, Logits
 from dskquant.modes import LADDER, PrecisionMode
+
+HARMLESS_KL = 0.02
+"""Nats per token below which noise is never much: modes that are nearly exact may differ by any factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,21 @@ class Prover:
         """
         modes = [mode for mode in reversed(LADDER) if mode in graph.modes]
         return [self._prove_mode(graph, mode) for mode in modes]
+
+    def judge_change(self, before: Mapping[PrecisionMode, float], after: Collection[Proof]) -> None:
+        """Raises FailedPreconditionError when a mode of a new generation is much noisier than it was before."""
+        if self._reference is None:
+            return  # what was measured against a stand-in is no scale
+        worst = self._limits.max_worsening
+        for proof in after:
+            mode, kl = proof.mode.value, proof.divergence.mean_kl
+            known = before.get(proof.mode)
+            if known is not None and kl > max(known * worst, HARMLESS_KL):
+                raise FailedPreconditionError(
+                    mode,
+                    f"{mode} failed its proof: on the golden prompts its mean KL to the reference is {kl:.3g} nats, "
+                    f"that of the serving generation {known:.3g} (limit: {worst:g} times that)",
+                )
 
     def _prove_mode(self, graph: Graph, mode: PrecisionMode) -> Proof:
         logits = golden.answers(self._prompts, graph, self._engine, mode)

@@ -280,6 +280,8 @@ class Transitions:
         self.require_open()
         plan.overtaking.check()
         began, mode, generation = time.perf_counter(), self._mode_of(plan), plan.target or self.serving.generation
+        if plan.is_swap and plan.returns_to is None:
+            self._builder.prover.judge_change(self._kl_now(), self._residency.proofs(generation).values())
         with self._residency.holding(generation, [mode]):
             await self._residency.ensure(generation, mode)  # another change may have been committed meanwhile
             entry = self._entry(plan, mode, generation)
@@ -342,14 +344,18 @@ class Transitions:
     def _proofs(self, plan: Plan) -> tuple[ModeProof, ...]:
         if plan.target is None:
             return ()
-        number = self.serving.generation.number
-        before = next((kept.kl for kept in self.serving.kept if kept.number == number), {})
+        before = self._kl_now()
         after = self._residency.proofs(plan.target)
         return tuple(
             ModeProof(mode, before.get(mode), after[mode].divergence.mean_kl, after[mode].divergence.agreement)
             for mode in LADDER
             if mode in QUANTIZED and mode in after
         )
+
+    def _kl_now(self) -> dict[PrecisionMode, float]:
+        """What is known of the noise of the serving generation."""
+        number = self.serving.generation.number
+        return next((kept.kl for kept in self.serving.kept if kept.number == number), {})
 
     def _report(self, plan: Plan, entry: HistoryEntry | None = None, flip: FlipReport | None = None) -> ChangeReport:
         """Of a change that was made, or (without `entry` and `flip`) of one that will or would be."""

@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
+
+import structlog
 
 from dskapi.v1 import control_pb2, control_pb2_grpc
 from dskd import memory
@@ -14,10 +17,19 @@ from dskd.config import MODEL_NAME, ModelConfig, ServerConfig
 from dskd.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from dskd.manager.events import EventBus, Subscription
 from dskd.manager.history import KEPT_ENTRIES, History
+from dskd.quant_config import difference
 from dskd.registry import ModelRegistry
 from dskd.rpc.convert import MODES, chosen_in_flight, chosen_mode, timestamp
 from dskd.rpc.interceptor import Context
-from dskd.rpc.report import event_message, history_entry, model_status, model_summary, switch_response
+from dskd.rpc.quant_request import QuantRequestReader
+from dskd.rpc.report import (
+    change_response,
+    event_message,
+    history_entry,
+    model_status,
+    model_summary,
+    switch_response,
+)
 from dskd.states import ModelState
 from dskquant.version import VERSION
 
@@ -29,8 +41,17 @@ DAEMON_STOPPED = "daemon.stopped"
 class ControlService(control_pb2_grpc.ControlServicer):
     """Shows and changes the models of a registry."""
 
-    def __init__(self, config: ServerConfig, registry: ModelRegistry, events: EventBus, history: History) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        registry: ModelRegistry,
+        events: EventBus,
+        history: History,
+        watched: Path | None = None,
+    ) -> None:
+        """`watched` is the directory whose quant configs are applied, if there is one."""
         self._config = config
+        self._quant_requests = QuantRequestReader(watched, config.allow_load_from_path)
         self._registry = registry
         self._events = events
         self._history = history
@@ -46,6 +67,23 @@ class ControlService(control_pb2_grpc.ControlServicer):
         model = self._registry.resolve(request.model)
         report = await model.serving_host.switch(mode, in_flight, _actor(context), request.wait)
         return switch_response(model.name, report)
+
+    async def ApplyConfig(
+        self, request: control_pb2.ApplyConfigRequest, context: Context
+    ) -> control_pb2.ChangeResponse:
+        config = await asyncio.to_thread(self._quant_requests.read, request, context.peer())
+        model = self._registry.get(config.model)
+        structlog.contextvars.bind_contextvars(model=model.name)
+        change = difference(None, config, model.config.default_mode)
+        report = await model.serving_host.apply(change, _actor(context), dry_run=request.dry_run, wait=request.wait)
+        return change_response(model.name, report)
+
+    async def Rollback(self, request: control_pb2.RollbackRequest, context: Context) -> control_pb2.ChangeResponse:
+        in_flight = chosen_in_flight(request.in_flight, "in_flight")
+        model = self._registry.resolve(request.model)
+        generation = request.generation or None
+        report = await model.serving_host.rollback(generation, in_flight, _actor(context), request.wait)
+        return change_response(model.name, report)
 
     async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Context) -> control_pb2.GetStatusResponse:
         if request.model:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import structlog
 
 from dskapi.v1 import control_pb2
 from dskd.manager.events import Event
-from dskd.manager.types import HistoryEntry, ManagerSnapshot, SwitchReport
+from dskd.manager.types import ChangeReport, GenerationState, HistoryEntry, ManagerSnapshot, ModeProof, SwitchReport
 from dskd.registry import ModelEntry
 from dskd.rpc.convert import IN_FLIGHT, MODES, STATES, timestamp
 from dskquant.errors import StoreError
@@ -36,6 +38,8 @@ def _add_snapshot(status: control_pb2.ModelStatus, now: ManagerSnapshot) -> None
     status.mode = MODES[now.mode]
     status.generation = now.generation
     status.hash = now.hash
+    status.parameter_set = now.parameter_set
+    status.generations.extend(map(_generation_status, now.generations))
     status.running_requests = now.loop.running
     status.waiting_requests = now.loop.waiting
     status.kv_blocks_total = now.loop.blocks_total
@@ -50,6 +54,18 @@ def _add_snapshot(status: control_pb2.ModelStatus, now: ManagerSnapshot) -> None
             tokens=state.tokens,
             requests=state.requests,
         )
+
+
+def _generation_status(state: GenerationState) -> control_pb2.GenerationStatus:
+    return control_pb2.GenerationStatus(
+        number=state.number,
+        hash=state.hash,
+        parameter_set=state.parameter_set,
+        committed=timestamp(state.committed),
+        active=state.active,
+        resident=state.resident,
+        kl={mode.value: kl for mode, kl in state.kl.items()},
+    )
 
 
 def model_summary(entry: ModelEntry) -> control_pb2.ModelSummary:
@@ -89,6 +105,34 @@ def switch_response(model: str, report: SwitchReport) -> control_pb2.SwitchPreci
     )
 
 
+def change_response(model: str, report: ChangeReport) -> control_pb2.ChangeResponse:
+    return control_pb2.ChangeResponse(
+        model=model,
+        from_generation=report.from_generation,
+        to_generation=report.to_generation,
+        from_mode=MODES[report.from_mode],
+        to_mode=MODES[report.to_mode],
+        hash=report.hash,
+        parameter_set=report.parameter_set,
+        changed=report.changed,
+        done=report.done,
+        proofs=_mode_proofs(report.proofs),
+        phases_ms=report.phases_ms,
+        flip_us=report.flip_us,
+        total_ms=report.total_ms,
+    )
+
+
+def _mode_proofs(proofs: Iterable[ModeProof]) -> Iterator[control_pb2.ModeProof]:
+    for proof in proofs:
+        yield control_pb2.ModeProof(
+            mode=MODES[proof.mode],
+            kl_before=proof.kl_before,
+            kl_after=proof.kl_after,
+            agreement=proof.agreement,
+        )
+
+
 def history_entry(entry: HistoryEntry) -> control_pb2.HistoryEntry:
     return control_pb2.HistoryEntry(
         sequence=entry.sequence,
@@ -105,6 +149,9 @@ def history_entry(entry: HistoryEntry) -> control_pb2.HistoryEntry:
         reason=entry.reason,
         phases_ms=entry.phases_ms,
         flip_us=entry.flip_us,
+        from_generation=entry.from_generation,
+        parameter_set=entry.parameter_set,
+        proofs=_mode_proofs(entry.proofs),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -18,10 +18,22 @@ from dskd.errors import (
     ResourceExhaustedError,
     UnknownModelError,
 )
-from dskquant.errors import QuantError
+from dskquant.errors import ParameterSetError, QuantError
 
 LONGEST_MESSAGE = 800  # bytes; message and details travel in HTTP/2 headers, which hold 8 KiB
+LONGEST_FIELD = 100  # bytes
+LONGEST_VIOLATIONS = 2000  # bytes, of all violations of a request together
 DOMAIN = "dskd"
+
+
+class InvalidFieldsError(DskdError):
+    """Several fields of a request have values that are not allowed; `violations` are fields and descriptions."""
+
+    code = "INVALID_ARGUMENT"
+
+    def __init__(self, violations: Iterable[tuple[str, str]]) -> None:
+        self.violations = tuple(violations)
+        super().__init__("; ".join(f"{field}: {description}" for field, description in self.violations))
 
 
 def status_of(error: Exception, error_id: str) -> Status:
@@ -45,13 +57,16 @@ def _code(error: Exception) -> grpc.StatusCode:
 def _details(error: Exception) -> Iterator[Message]:
     text = _cut(str(error))
     if isinstance(error, InvalidArgumentError):
-        wrong = details.BadRequest.FieldViolation(field=error.field, description=_cut(error.description))
-        yield details.BadRequest(field_violations=[wrong])
+        yield _bad_request([(error.field, error.description)])
+    elif isinstance(error, InvalidFieldsError):
+        yield _bad_request(error.violations)
     elif isinstance(error, UnknownModelError):
         known = _cut(f"known: {', '.join(error.known) or 'none'}")
         yield details.ResourceInfo(resource_type="model", resource_name=_cut(error.name), description=known)
     elif isinstance(error, FailedPreconditionError):
         yield _precondition("STATE", error.subject, text)
+    elif isinstance(error, ParameterSetError):
+        yield _precondition("PARAMETER_SET", error.rule, text)
     elif isinstance(error, QuantError):
         yield _precondition("MODEL", type(error).__name__, text)
     elif isinstance(error, ResourceExhaustedError):
@@ -63,6 +78,17 @@ def _details(error: Exception) -> Iterator[Message]:
             yield details.RetryInfo(retry_delay=delay)
 
 
+def _bad_request(violations: Sequence[tuple[str, str]]) -> details.BadRequest:
+    """As many violations as the headers have room for, and how many more there are."""
+    told = details.BadRequest()
+    for index, (field, description) in enumerate(violations):
+        if told.ByteSize() > LONGEST_VIOLATIONS:
+            told.field_violations.add(description=f"{len(violations) - index} more fields are wrong")
+            break
+        told.field_violations.add(field=_cut(field, LONGEST_FIELD), description=_cut(description))
+    return told
+
+
 def _precondition(kind: str, subject: str, description: str) -> details.PreconditionFailure:
     violation = details.PreconditionFailure.Violation(type=kind, subject=subject, description=description)
     return details.PreconditionFailure(violations=[violation])
@@ -72,6 +98,6 @@ def _attach(status: Status, detail: Message) -> None:
     status.details.add().Pack(detail)
 
 
-def _cut(text: str) -> str:
+def _cut(text: str, longest: int = LONGEST_MESSAGE) -> str:
     encoded = text.encode()
-    return text if len(encoded) <= LONGEST_MESSAGE else encoded[:LONGEST_MESSAGE].decode(errors="ignore") + "..."
+    return text if len(encoded) <= longest else encoded[:longest].decode(errors="ignore") + "..."

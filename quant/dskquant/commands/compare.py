@@ -1,34 +1,41 @@
-"""`dskquant compare STORE --data TEXT`"""
+"""`dskquant compare STORE [SET ...] --data TEXT`"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dskquant.comparison import ModeQuality, compare_modes, encode_text
+from dskquant import parameter_set
+from dskquant.commands.progress import progress_bar
+from dskquant.comparison import ModeQuality, NamedSet, compare_modes, encode_text
 from dskquant.engines import ENGINE_NAMES, load_engine
 from dskquant.engines.protocol import CompileOptions
 from dskquant.errors import SourceError
 from dskquant.modes import LADDER, PrecisionMode
+from dskquant.parameter_set import Codes, ParameterSet, Progress
+from dskquant.set_writer import complete
 from dskquant.store import StoreManifest
+from dskquant.validation import validate
 
 DESCRIPTION = """\
 Measures the precision modes of a model store against its reference, FP32, on a text: perplexity, Kullback-Leibler
 divergence KL(FP32 || mode) in nats per token (mean and 99th percentile), and how often the most probable token is the
-same. The text is cut into windows that each start afresh. Needs the memory of the FP32 graph."""
+same. The text is cut into windows that each start afresh. INT4 and INT8 are those of the store's default parameter set
+and of each SET, a directory with a manifest.json; where a SET has scales and zero-points alone, its codes are derived
+first. Needs the memory of the FP32 graph and of the graphs of all sets."""
 
 EXAMPLES = """\
 examples:
   dskquant compare models/smollm2 --data prose.txt
   dskquant compare models/smollm2 --data prose.txt --modes int4,int8 --activation-group 0 --tokens 4096
+  dskquant compare models/smollm2 sets/november sets/december --data prose.txt --modes int4
   dskquant compare models/smollm2 --data prose.txt --json"""
 
 
@@ -41,6 +48,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("store", metavar="STORE", type=Path)
+    parser.add_argument("sets", metavar="SET", type=Path, nargs="*", help="parameter sets beside the default one")
     parser.add_argument("--data", metavar="TEXT", type=Path, required=True, help="a text file, UTF-8")
     parser.add_argument("--tokens", type=_positive, default=2048, help="of the text, at most (default: %(default)s)")
     parser.add_argument("--window", type=_positive, default=512, help="tokens of context (default: %(default)s)")
@@ -59,25 +67,36 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Raises QuantError or OSError when the store or the text cannot be used."""
+    """Raises QuantError or OSError when the store, a set or the text cannot be used."""
     StoreManifest.read(options.store)  # what is no store is refused before anything else is looked at
     tokens = encode_text(options.store, _text(options.data), options.tokens)
-    columns = (TextColumn("comparing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=options.quiet) as bar:
-        task = bar.add_task("windows", total=None)
+    with TemporaryDirectory(prefix="dskquant-compare-") as scratch, progress_bar(options.quiet) as show:
         qualities = compare_modes(
             options.store,
             load_engine(options.engine),
             tokens,
             options.modes,
             CompileOptions(kv_precision=options.kv_precision, activation_group=options.activation_group),
+            sets=[
+                NamedSet(str(path), _whole(path, options.store, Path(scratch) / str(number), show))
+                for number, path in enumerate(options.sets)
+            ],
             window=options.window,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=lambda done, total: show("comparing windows", done, total),
         )
     if options.json:
         print(json.dumps([asdict(quality) | {"mode": quality.mode.value} for quality in qualities], indent=2))
     else:
-        Console().print(_table(qualities))
+        Console(markup=False, emoji=False).print(_table(qualities))
+
+
+def _whole(path: Path, store: Path, scratch: Path, progress: Progress) -> ParameterSet:
+    """The set at `path`, proven to fit `store`; with its codes in `scratch` where they have to be derived."""
+    parameters = parameter_set.read(path)
+    if parameters.codes is Codes.DERIVED:
+        return complete(parameters, store, scratch, progress)
+    validate(parameters, store)
+    return parameters
 
 
 def _text(path: Path) -> str:
@@ -88,12 +107,17 @@ def _text(path: Path) -> str:
 
 
 def _table(qualities: list[ModeQuality]) -> Table:
-    table = Table(title=f"{qualities[0].positions} positions, against FP32")
-    for heading in ("mode", "perplexity", "mean KL", "p99 KL", "top-1 same"):
-        table.add_column(heading, justify="left" if heading == "mode" else "right")
+    title, caption = f"{qualities[0].positions} positions, against FP32", "bits: per weight, with everything counted"
+    table = Table(title=title, caption=caption)
+    table.add_column("set", overflow="fold")
+    table.add_column("mode")
+    for heading in ("bits", "perplexity", "mean KL", "p99 KL", "top-1 same"):
+        table.add_column(heading, justify="right")
     for quality in qualities:
         table.add_row(
+            quality.parameter_set or "",
             quality.mode.value,
+            f"{quality.bits_per_weight:.2f}",
             f"{quality.perplexity:.2f}",
             f"{quality.mean_kl:.5f}",
             f"{quality.p99_kl:.4f}",

@@ -5,18 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from dskquant.commands.progress import progress_bar
 from dskquant.convert import ConvertOptions, convert
 from dskquant.floats import NUMPY_FLOATS
-from dskquant.parameter_set import Progress as Report
 from dskquant.scheme import GROUP_SIZES, Scheme
 from dskquant.store import StoreManifest
 
@@ -92,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
         golden=not options.no_golden,
         replace=options.force,
     )
-    with _progress_bar(options.quiet) as progress:
+    with progress_bar(options.quiet) as progress:
         conversion = convert(options.source, options.output, settings, progress)
     if options.json:
         print(json.dumps({"store": str(options.output)} | asdict(conversion.manifest), indent=2))
@@ -100,19 +95,6 @@ def run(options: argparse.Namespace) -> None:
         print(_summary(options.output, conversion.manifest))
     for note in conversion.notes:
         print(f"note: {note}", file=sys.stderr)
-
-
-@contextmanager
-def _progress_bar(quiet: bool) -> Iterator[Report]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task("opening", total=None)
-
-        def show(stage: str, done: int, total: int) -> None:
-            bar.update(task, description=stage, completed=done, total=total)
-
-        yield show
 
 
 def _summary(store: Path, manifest: StoreManifest) -> str:

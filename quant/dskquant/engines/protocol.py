@@ -113,6 +113,31 @@ class Graph(Protocol):
         ...
 
 
+LinearUnit = tuple[str, ...]
+"""Names of the linear layers that read the same tensor: q, k and v; gate and up; or one alone."""
+
+
+class CalibrationGraph(Graph, Protocol):
+    """A graph that can be looked into: it tells what its linear layers are fed with, and, where it computes with a
+    parameter set, takes the precision of each unit of linear layers on its own.
+    """
+
+    @property
+    def units(self) -> Sequence[LinearUnit]:
+        """In the order of execution."""
+        ...
+
+    def use_residual(self, units: Collection[LinearUnit]) -> None:
+        """From the next run on, `units` compute with base + residual and all others with the base alone, whatever the
+        scheme says of them; `residual_rows` of a batch is not looked at.
+        """
+        ...
+
+    def unit_inputs(self) -> Iterator[tuple[LinearUnit, NDArray[np.float32]]]:
+        """What each unit read in the last run, [T, K]; an array is only valid until the next run."""
+        ...
+
+
 GRAPH_GROUPS = (
     frozenset({PrecisionMode.INT4, PrecisionMode.INT8}),
     frozenset({PrecisionMode.FP16}),
@@ -171,6 +196,12 @@ class Engine(Protocol):
         Raises `dskquant.errors.StoreError` when files of the store are missing or damaged, EngineError when the engine
         cannot compile what is in them.
         """
+        ...
+
+    def compile_for_calibration(
+        self, store: Path, options: CompileOptions, parameters: ParameterSet | None = None
+    ) -> CalibrationGraph:
+        """Builds a graph of `parameters`, or, with None, of FP32. Raises what `compile` raises."""
         ...
 
     def estimate_bytes(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> int:

@@ -12,9 +12,15 @@ import openvino as ov
 from dskquant import parameter_set
 from dskquant.engines.openvino.graph import BLOCK_SIZE, OpenVINOGraph
 from dskquant.engines.openvino.ir import find_weights, read_ir
+from dskquant.engines.openvino.observe import (
+    OpenVINOCalibrationGraph,
+    add_unit_inputs,
+    find_units,
+    use_planes_by_unit,
+)
 from dskquant.engines.openvino.paged import keep_wanted_logits, to_paged
 from dskquant.engines.openvino.plane_rewrite import use_planes
-from dskquant.engines.protocol import CompileOptions, WeightSource
+from dskquant.engines.protocol import CompileOptions, WeightSource, graph_key
 from dskquant.errors import EngineError
 from dskquant.modes import QUANTIZED, PrecisionMode
 from dskquant.parameter_set import ParameterSet
@@ -51,14 +57,34 @@ class OpenVINOEngine:
         source = None
         if served <= QUANTIZED:
             source = use_planes(model, parameters or parameter_set.read(store / DEFAULT_PARAMETER_SET), served)
-        try:
-            compiled = ov.Core().compile_model(model, "CPU", compile_properties(modes, options))
-        except RuntimeError as error:
-            raise EngineError(f"{store}: OpenVINO cannot compile the model: {error}") from error
+        compiled = _compile(store, model, modes, options)
         return OpenVINOGraph(compiled, served, _weight_bytes(manifest, served), source)
+
+    def compile_for_calibration(
+        self, store: Path, options: CompileOptions, parameters: ParameterSet | None = None
+    ) -> OpenVINOCalibrationGraph:
+        manifest = StoreManifest.read(store)
+        modes = graph_key(PrecisionMode.INT4 if parameters else PrecisionMode.FP32)
+        model = read_ir(store)
+        to_paged(model, manifest.num_layers)
+        keep_wanted_logits(model)
+        units = find_units(model)
+        source = use_planes_by_unit(model, parameters) if parameters else None
+        add_unit_inputs(model, units)
+        compiled = _compile(store, model, modes, options)
+        return OpenVINOCalibrationGraph(compiled, modes, _weight_bytes(manifest, modes), source, tuple(units))
 
     def estimate_bytes(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> int:
         return _weight_bytes(StoreManifest.read(store), frozenset(modes)) + WORKSPACE_BYTES
+
+
+def _compile(
+    store: Path, model: ov.Model, modes: frozenset[PrecisionMode], options: CompileOptions
+) -> ov.CompiledModel:
+    try:
+        return ov.Core().compile_model(model, "CPU", compile_properties(modes, options))
+    except RuntimeError as error:
+        raise EngineError(f"{store}: OpenVINO cannot compile the model: {error}") from error
 
 
 def compile_properties(modes: frozenset[PrecisionMode], options: CompileOptions) -> dict[str, Any]:

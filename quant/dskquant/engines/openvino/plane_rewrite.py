@@ -28,6 +28,9 @@ RESIDUAL_ROWS = "residual_rows"
 KeepAlive = list[Any]
 """Arrays whose memory the constants of a model share: they must outlive it, or its weights turn to garbage."""
 
+LinearRewrite = Callable[[ov.Output, str, TensorScheme], ov.Node]
+"""Makes the product of tokens with the weight of that name and scheme."""
+
 
 def use_planes(model: ov.Model, parameters: ParameterSet, modes: frozenset[PrecisionMode]) -> Source:
     """Rewrites a paged model in place to compute with `parameters` in `modes`; returns what must outlive the model.
@@ -35,7 +38,15 @@ def use_planes(model: ov.Model, parameters: ParameterSet, modes: frozenset[Preci
     Raises StoreError when the set does not cover the weights of the model or has other shapes.
     """
     source = Source(parameters.matrices())
-    rewrite = _rewrite_for(model, source, modes)
+    replace_weights(model, parameters, source, _rewrite_for(model, source, modes))
+    return source
+
+
+def replace_weights(model: ov.Model, parameters: ParameterSet, source: Source, rewrite: LinearRewrite) -> None:
+    """Puts `rewrite` in the place of every linear of a paged model, and 8-bit matrices in that of the others.
+
+    Raises StoreError when the set does not cover the weights of the model or has other shapes.
+    """
     for weight in find_weights(model):
         scheme = parameters.tensors.get(weight.name)
         if scheme is None or scheme.shape != weight.shape:
@@ -48,7 +59,6 @@ def use_planes(model: ov.Model, parameters: ParameterSet, modes: frozenset[Preci
                 matmul.output(0).replace(product.output(0))
         else:
             weight.source.replace(source.eight_bit(weight.name, scheme).output(0))
-    return source
 
 
 class Source:
@@ -72,13 +82,9 @@ class Source:
         self._matrices.release_pages()
 
 
-LinearRewrite = Callable[[ov.Output, str, TensorScheme], ov.Node]
-"""Makes the product of tokens with the weight of that name and scheme."""
-
-
 def _rewrite_for(model: ov.Model, source: Source, modes: frozenset[PrecisionMode]) -> LinearRewrite:
     if modes == {PrecisionMode.INT4, PrecisionMode.INT8}:
-        return _SharedPlanes(source, add_row_input(model, RESIDUAL_ROWS)).product
+        return SharedPlanes(source, add_row_input(model, RESIDUAL_ROWS)).product
     if modes == {PrecisionMode.INT8}:
         return lambda tokens, name, scheme: _linear(tokens, source.plane(name, "int8", scheme))
     return lambda tokens, name, scheme: _base_product(tokens, name, scheme, source)
@@ -91,7 +97,7 @@ def _base_product(tokens: ov.Output, name: str, scheme: TensorScheme, source: So
     return product
 
 
-class _SharedPlanes:
+class SharedPlanes:
     """Linears whose tokens choose between base and base + residual."""
 
     def __init__(self, source: Source, rows: ov.Node) -> None:

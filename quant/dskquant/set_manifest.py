@@ -1,0 +1,141 @@
+"""Reads the manifest.json of a parameter set, as untrusted as any file that somebody drops into a directory."""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dskquant.errors import ParameterSetError, ParameterSetMissingError, SchemeError
+from dskquant.modes import PrecisionMode
+from dskquant.planes import group_length
+from dskquant.scheme import GROUP_SIZES, Role, TensorScheme
+
+FORMAT_VERSION = 2
+MOST_BYTES = 64 << 20
+
+KINDS: dict[str, type] = {
+    "model_id": str,
+    "weights_sha256": str,
+    "tensors": dict,
+    "sha256": dict,
+    "codes": str,
+    "expected_kl": dict,
+    "provenance": dict,
+}
+TENSOR_KINDS: dict[str, type] = {
+    "role": str,
+    "shape": list,
+    "bits": int,
+    "group_size": int,
+    "symmetric": bool,
+    "always_residual": bool,
+    "int8_plane": bool,
+}
+KIND_WORDS = {str: "a text", dict: "a table", list: "a list", int: "a whole number", bool: "true or false"}
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of the manifest at `path`.
+
+    Raises ParameterSetMissingError when nothing is there, ParameterSetError for what is no file, or cannot be read.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for ever
+            raise _unreadable(path, "is not a regular file")
+        if status.st_size > MOST_BYTES:
+            raise _unreadable(path, f"has {status.st_size} bytes; at most {MOST_BYTES} are read")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise ParameterSetMissingError(f"{path}: missing: no parameter set is there") from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, f"cannot be read: {error}") from error
+
+
+def parse(path: Path, text: bytes) -> dict[str, Any]:
+    """The keys of a manifest, each of the right kind. Raises ParameterSetError for the first that is not."""
+    try:
+        raw = json.loads(text)
+        json.dumps(raw, ensure_ascii=False).encode()  # JSON may hide half a surrogate pair in a text
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(path, f"not a readable parameter set: {type(error).__name__}: {error}") from error
+    if not isinstance(raw, dict):
+        raise _unreadable(path, "not a readable parameter set: not a JSON object")
+    if raw.get("format_version") != FORMAT_VERSION:
+        found = raw.get("format_version", "missing")
+        raise ParameterSetError(
+            f"{path}: format_version {found}; this version reads {FORMAT_VERSION}", rule="format-version"
+        )
+    _check_kinds(path, raw, KINDS)
+    for name, digest in raw["sha256"].items():
+        _check_file(path, name, digest)
+    return raw
+
+
+def expected_kl(path: Path, raw: Mapping[str, Any]) -> dict[PrecisionMode, float]:
+    """The noise a set expects of each mode, in nats per token."""
+    for mode, kl in raw.items():
+        if mode not in {each.value for each in PrecisionMode}:
+            raise _unreadable(path, f"expected_kl names {mode!r}, which is no precision mode")
+        if type(kl) not in (int, float) or not 0 <= kl < math.inf:
+            raise _unreadable(path, f"expected_kl of {mode} is {kl!r}, not a finite number from 0 on")
+    return {PrecisionMode(mode): float(kl) for mode, kl in raw.items()}
+
+
+def tensor_scheme(path: Path, name: str, raw: Any) -> TensorScheme:
+    """The scheme of the tensor `name`. Raises ParameterSetError, naming rule and tensor, for one that cannot be."""
+    if not isinstance(raw, dict):
+        raise _refusal(path, name, "manifest-unreadable", "is not described by a table")
+    _check_kinds(path, raw, TENSOR_KINDS, name)
+    roles = {role.value: role for role in Role}
+    if raw["role"] not in roles:
+        raise _refusal(path, name, "role", f"role {raw['role']!r}; allowed: {', '.join(roles)}")
+    if raw["group_size"] not in GROUP_SIZES:
+        allowed = f"allowed: {', '.join(map(str, GROUP_SIZES))} (0: per channel)"
+        raise _refusal(path, name, "group-size", f"group_size {raw['group_size']}; {allowed}")
+    scheme = _scheme(path, name, roles[raw["role"]], raw)
+    if raw["bits"] != scheme.bits:
+        allowed = f"a tensor of role {scheme.role.value} has {scheme.bits}"
+        raise _refusal(path, name, "bits-not-supported", f"bits {raw['bits']}; {allowed}")
+    return scheme
+
+
+def _scheme(path: Path, name: str, role: Role, raw: Mapping[str, Any]) -> TensorScheme:
+    flags = raw["symmetric"], raw["always_residual"], raw["int8_plane"]
+    try:
+        scheme = TensorScheme(role, tuple(raw["shape"]), raw["group_size"], *flags)
+    except SchemeError as error:
+        raise _refusal(path, name, "tensor-shape", str(error)) from error
+    try:
+        group_length(scheme.shape[1], scheme.group_size)
+    except SchemeError as error:
+        raise _refusal(path, name, "group-divides", str(error)) from error
+    return scheme
+
+
+def _check_kinds(path: Path, raw: Mapping[str, Any], kinds: Mapping[str, type], tensor: str = "") -> None:
+    where = f"tensor {tensor}: " if tensor else ""
+    for key, kind in kinds.items():
+        if key not in raw:
+            raise _unreadable(path, f"not a readable parameter set: {where}{key} is missing", tensor)
+        if type(raw[key]) is not kind:
+            raise _unreadable(path, f"not a readable parameter set: {where}{key} must be {KIND_WORDS[kind]}", tensor)
+
+
+def _check_file(path: Path, name: str, digest: Any) -> None:
+    if Path(name).name != name or name in ("..", path.name) or "\0" in name:
+        raise _unreadable(path, f"not a readable parameter set: {name!r} is not the name of a file of the set")
+    if not isinstance(digest, str):
+        raise _unreadable(path, f"not a readable parameter set: the SHA-256 of {name} must be a text")
+
+
+def _unreadable(path: Path, message: str, tensor: str = "") -> ParameterSetError:
+    return ParameterSetError(f"{path}: {message}", rule="manifest-unreadable", tensor=tensor)
+
+
+def _refusal(path: Path, tensor: str, rule: str, message: str) -> ParameterSetError:
+    return ParameterSetError(f"{path}: tensor {tensor}: {message}", rule=rule, tensor=tensor)
