@@ -155,7 +155,7 @@ class Answer:
         return [token.precision for token in self.tokens]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Client:
     """The services of a daemon. The stubs of grpc know the synchronous channel alone; hence Any."""
 

@@ -15,7 +15,7 @@ from tests.daemon_process import Client
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dskd.address import Address
-from dskd.config import Config, ModelConfig, ServerConfig
+from dskd.config import Config, ModelConfig, ServerConfig, WatchConfig
 from dskd.engine.request import (
     FinishReason,
     GenerationRequest,
@@ -27,6 +27,8 @@ from dskd.engine.request import (
 )
 from dskd.errors import UnavailableError
 from dskd.manager.types import Change, ChangeReport, GenerationState, ManagerSnapshot, ModeState, SwitchReport
+from dskd.monitor.config import MonitorConfig
+from dskd.monitor.types import NoiseSnapshot
 from dskd.server import Daemon
 from dskd.text.tokenizer import TextCodec
 from dskquant.modes import LADDER, PrecisionMode
@@ -83,7 +85,9 @@ class FakeHost:
         self.load_result: Exception | asyncio.Event | None = None
         self.switch_result: SwitchReport | Exception | None = None
         self.requests: list[GenerationRequest] = []
-        self.switches: list[tuple[PrecisionMode, InFlight, str, bool]] = []
+        self.switches: list[tuple[PrecisionMode, InFlight, str, bool, bool]] = []  # mode, in_flight, actor, wait, pin
+        self.noise_result: NoiseSnapshot | None = None
+        self.noise_samples: list[int] = []
         self.change_result: ChangeReport | Exception | None = None
         self.changes: list[tuple[Change, str, bool, bool]] = []  # change, actor, dry_run, wait
         self.rollbacks: list[tuple[int | None, InFlight, str, bool]] = []
@@ -126,8 +130,10 @@ class FakeHost:
         loop = LoopSnapshot(running=self._open, waiting=2, blocks_total=10, blocks_free=4)
         return ManagerSnapshot("fake", PrecisionMode.INT4, 5, "abc", "set5", GENERATIONS, modes, loop, 640, "")
 
-    async def switch(self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool) -> SwitchReport:
-        self.switches.append((mode, in_flight, actor, wait))
+    async def switch(
+        self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool, pin: bool = False
+    ) -> SwitchReport:
+        self.switches.append((mode, in_flight, actor, wait, pin))
         if isinstance(self.switch_result, SwitchReport):
             return self.switch_result
         raise self.switch_result or AssertionError("no switch was scripted")
@@ -144,6 +150,12 @@ class FakeHost:
         if isinstance(self.change_result, ChangeReport):
             return self.change_result
         raise self.change_result or AssertionError("no change was scripted")
+
+    def noise(self, samples: int) -> NoiseSnapshot:
+        self.noise_samples.append(samples)
+        if self.noise_result is None:
+            raise AssertionError("no noise was scripted")
+        return self.noise_result
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[StepOutput, None]:
         if self._closing:
@@ -182,12 +194,19 @@ class Service(Client):
 
 
 @asynccontextmanager
-async def serving(folder: Path, hosts: dict[str, FakeHost], **server: Any) -> AsyncIterator[Service]:
+async def serving(
+    folder: Path,
+    hosts: dict[str, FakeHost],
+    watch: WatchConfig | None = None,
+    monitor: MonitorConfig | None = None,
+    **server: Any,
+) -> AsyncIterator[Service]:
     """A daemon on a unix socket in `folder` with these hosts, loaded; `server` replaces defaults of its section."""
     socket = folder / "dskd.sock"
     config = Config(
         server=ServerConfig(**{"listen": (Address(path=socket),), "grace_s": 5.0, **server}),
-        models={name: ModelConfig(path=folder / name) for name in hosts},
+        models={name: ModelConfig(path=folder / name, monitor=monitor) for name in hosts},
+        watch=watch or WatchConfig(),
     )
     daemon = Daemon(config, lambda name, *_: hosts[name])
     await daemon.startup()

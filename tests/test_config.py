@@ -134,7 +134,7 @@ def test_all_problems_of_a_file_are_told_together() -> None:
     ("text", "problem"),
     [
         ("servr = {}", "servr: unknown key; did you mean 'server'?"),
-        ("monitor = {}", "monitor: unknown key; known: log, models, scheduler, server, watch"),
+        ("q = {}", "q: unknown key; known: log, "),
         ("watch.directry = 'x'", "watch.directry: unknown key; did you mean 'directory'?"),
         ("watch.settle_s = -1", "watch.settle_s = -1: allowed: at least 0"),
         ("watch.rescan_s = 0", "watch.rescan_s = 0: allowed: at least 0.1"),

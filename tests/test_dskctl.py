@@ -32,6 +32,7 @@ from dskapi.v1 import common_pb2, control_pb2, control_pb2_grpc, inference_pb2, 
 from dskctl.address import checked_address, default_address
 from dskctl.answer import MarkedAnswer
 from dskctl.cli import main
+from dskctl.daemon import Daemon, open_channel, relayed
 from dskctl.exits import ExitCode, UsageError
 from dskctl.quant_file import toml_string
 from dskctl.tables import table
@@ -1250,6 +1251,43 @@ def test_ctrl_c_while_modules_are_imported_exits_130_without_a_traceback(tmp_pat
         child.send_signal(signal.SIGINT)
         assert child.communicate(timeout=WAIT_S) == (b"", b"")
     assert child.returncode == ExitCode.INTERRUPTED
+
+
+class Call:
+    """A call of gRPC that has no responses and waits to be cancelled."""
+
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+
+    def __iter__(self) -> Iterator[str]:
+        self.cancelled.wait(WAIT_S)
+        return iter(())
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+def test_a_call_that_ctrl_c_strikes_before_it_has_begun_is_cancelled_when_it_has() -> None:
+    call, struck = Call(), threading.Event()
+
+    def start() -> Call:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        struck.wait(WAIT_S)
+        return call
+
+    with pytest.raises(KeyboardInterrupt):
+        next(relayed(start))
+    assert not call.cancelled.is_set()
+    struck.set()
+    assert call.cancelled.wait(WAIT_S)
+
+
+def test_a_stream_over_a_closed_channel_raises_instead_of_waiting(socket: Path) -> None:
+    channel = open_channel(f"unix://{socket}")
+    daemon = Daemon.over(channel)
+    channel.close()
+    with pytest.raises(ValueError, match="closed"):
+        next(daemon.watch_events(control_pb2.WatchEventsRequest()))
 
 
 @pytest.mark.parametrize("form", [["--raw"], ["--json"], []])

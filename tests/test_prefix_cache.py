@@ -307,7 +307,8 @@ def test_a_preempted_request_does_not_reuse_what_it_wrote_in_another_mode() -> N
 def test_a_prompt_whose_logits_are_not_finite_is_not_reused() -> None:
     """The prompt is the same up to the poison: its blocks may hold the values that are not finite."""
     bench = Bench()
-    bench.graphs[1, graph_key(INT4)].poison = 90
+    for graph in bench.graphs.values():
+        graph.poison = 90
     bench.submit("sick", (*PROMPT[:12], 90))
     with capture_logs():
         bench.run_all()
@@ -318,11 +319,13 @@ def test_a_prompt_whose_logits_are_not_finite_is_not_reused() -> None:
 def test_an_answer_whose_logits_turn_bad_is_reused_up_to_the_last_good_token() -> None:
     bench = Bench()
     answer = toy_answer(PROMPT, [(INT4, 1)] * 6)
-    bench.graphs[1, graph_key(INT4)].poison = answer[2]  # the sixteenth token: its block is full in the bad step
+    for graph in bench.graphs.values():
+        graph.poison = answer[2]  # the sixteenth token: its block is full in the bad step
     bench.submit("sick", new=6)
     with capture_logs():
         bench.run_all()
-    bench.graphs[1, graph_key(INT4)].poison = None
+    for graph in bench.graphs.values():
+        graph.poison = None
     assert bench.run("well", (*PROMPT, *answer)) == 12
 
 

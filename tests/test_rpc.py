@@ -25,7 +25,7 @@ from tests.fake_host import END, MANIFEST, FakeHost, Script, asynchronous, outpu
 
 from dskapi.v1 import common_pb2, control_pb2, inference_pb2
 from dskd.address import Address
-from dskd.config import LogConfig
+from dskd.config import LogConfig, WatchConfig
 from dskd.engine.request import FinishReason, InFlight, MadeToken, SamplingParams, StepOutput
 from dskd.errors import (
     FailedPreconditionError,
@@ -38,6 +38,10 @@ from dskd.errors import (
 from dskd.log import configure_logging
 from dskd.manager.events import SUBSCRIBER_BACKLOG
 from dskd.manager.types import Change, ChangeReport, HistoryEntry, ModeProof, SetReference, SwitchReport
+from dskd.monitor.config import MonitorConfig
+from dskd.monitor.states import FallbackState
+from dskd.monitor.types import ModeNoise, NoisePoint, NoiseSnapshot
+from dskd.monitor.window import NoiseStatistics
 from dskd.quant_config import MAX_BYTES
 from dskd.rpc.parse import parse_request
 from dskd.rpc.quant_request import QuantRequestReader
@@ -578,7 +582,7 @@ async def test_a_switch_is_passed_on_and_its_report_returned(tmp_path: Path, hos
         prepare_ms=800.0,
         total_ms=812.0,
     )
-    assert host.switches == [(PrecisionMode.FP32, InFlight.FINISH, "rpc:unix", True)]
+    assert host.switches == [(PrecisionMode.FP32, InFlight.FINISH, "rpc:unix", True, False)]
 
 
 @asynchronous
@@ -586,7 +590,16 @@ async def test_open_requests_migrate_unless_asked_otherwise(tmp_path: Path, host
     host.switch_result = SwitchReport(PrecisionMode.INT4, PrecisionMode.INT8, 6, True, True, 1.0, 0.0, 1.0)
     async with serving(tmp_path, {"m": host}) as service:
         await service.control.SwitchPrecision(control_pb2.SwitchPrecisionRequest(mode=common_pb2.PRECISION_MODE_INT8))
-    assert host.switches == [(PrecisionMode.INT8, InFlight.MIGRATE, "rpc:unix", False)]
+    assert host.switches == [(PrecisionMode.INT8, InFlight.MIGRATE, "rpc:unix", False, False)]
+
+
+@asynchronous
+async def test_a_switch_may_pin_the_mode(tmp_path: Path, host: FakeHost) -> None:
+    host.switch_result = SwitchReport(PrecisionMode.INT4, PrecisionMode.INT8, 6, True, True, 1.0, 0.0, 1.0)
+    request = control_pb2.SwitchPrecisionRequest(mode=common_pb2.PRECISION_MODE_INT8, pin=True)
+    async with serving(tmp_path, {"m": host}) as service:
+        await service.control.SwitchPrecision(request)
+    assert host.switches == [(PrecisionMode.INT8, InFlight.MIGRATE, "rpc:unix", False, True)]
 
 
 @pytest.mark.parametrize(
@@ -837,6 +850,18 @@ def test_paths_start_at_the_watched_directory_unless_the_request_says_where() ->
         assert config.params.file == Path(expected)
 
 
+@asynchronous
+async def test_a_daemon_that_watches_a_directory_lets_paths_start_there(tmp_path: Path, host: FakeHost) -> None:
+    host.change_result = CHANGED
+    watched = tmp_path / "quant.d"
+    watched.mkdir()
+    watch = WatchConfig(directory=watched)
+    async with serving(tmp_path, {"m": host}, watch, state_dir=tmp_path / "state") as service:
+        await service.control.ApplyConfig(ApplyConfigRequest(config=SET))
+    ((change, *_),) = host.changes
+    assert change.parameters == SetReference(watched / "set", DIGEST)
+
+
 @pytest.mark.parametrize(("asked", "wanted"), [(0, None), (3, 3), (2**63, 2**63)])
 @asynchronous
 async def test_a_rollback_is_passed_on_and_its_report_returned(
@@ -890,6 +915,136 @@ async def test_the_history_tells_generations_sets_and_proofs(tmp_path: Path, hos
     (told,) = history.entries
     assert (told.from_generation, told.generation, told.parameter_set) == (5, 6, "set6")
     assert told.proofs == CHANGE_RESPONSE.proofs
+
+
+NAN = math.nan
+INT4_NOISE = ModeNoise(
+    mode=PrecisionMode.INT4,
+    state=FallbackState.TRIPPED,
+    cause="noise",
+    trips=2,
+    threshold=0.5,
+    statistics=NoiseStatistics(64, 1, 0.75, 0.5, 1.0, 0.25, 1.5, 3.0, 0.875),
+    total_samples=2**40,
+    non_finite=3,
+    evidence=12.5,
+    evidence_needed=11.5,
+    entropy=2.5,
+    margin=1.25,
+    unique_ngrams=0.75,
+    latest=(NoisePoint(1_700_000_000.25, 0.5, True, 5), NoisePoint(1_700_000_001.5, math.inf, False, 6)),
+)
+INT8_NOISE = ModeNoise(
+    mode=PrecisionMode.INT8,
+    state=FallbackState.HEALTHY,
+    cause="",
+    trips=0,
+    threshold=None,
+    statistics=NoiseStatistics(0, 0, NAN, NAN, NAN, NAN, NAN, NAN, NAN),
+    total_samples=0,
+    non_finite=0,
+    evidence=0.0,
+    evidence_needed=11.5,
+    entropy=NAN,
+    margin=NAN,
+    unique_ngrams=NAN,
+    latest=(),
+)
+NOISE = NoiseSnapshot(
+    generation=6,
+    reference=PrecisionMode.FP32,
+    modes=(INT4_NOISE, INT8_NOISE),
+    fallback=PrecisionMode.FP16,
+    lowered=True,
+    pin=PrecisionMode.INT4,
+    escalated_requests=4,
+)
+
+
+@asynchronous
+async def test_the_noise_of_a_model_is_told_whole(tmp_path: Path, host: FakeHost) -> None:
+    host.noise_result = NOISE
+    async with serving(tmp_path, {"m": host}) as service:
+        response = await service.control.GetNoise(control_pb2.GetNoiseRequest(samples=2))
+    assert host.noise_samples == [2]
+    assert (response.model, response.generation, response.escalated_requests, response.lowered) == ("m", 6, 4, True)
+    assert (response.reference, response.fallback, response.pin) == (
+        common_pb2.PRECISION_MODE_FP32,
+        common_pb2.PRECISION_MODE_FP16,
+        common_pb2.PRECISION_MODE_INT4,
+    )
+    first, second = response.modes[0].latest
+    assert (first.time.ToMilliseconds(), first.kl, first.agrees, first.generation) == (1_700_000_000_250, 0.5, True, 5)
+    assert (second.time.ToMilliseconds(), second.kl, second.agrees, second.generation) == (
+        1_700_000_001_500,
+        math.inf,
+        False,
+        6,
+    )
+    response.modes[0].ClearField("latest")
+    assert response.modes[0] == control_pb2.ModeNoise(
+        mode=common_pb2.PRECISION_MODE_INT4,
+        state=control_pb2.FALLBACK_STATE_TRIPPED,
+        cause="noise",
+        trips=2,
+        threshold=0.5,
+        samples=64,
+        mean_kl=0.75,
+        low=0.5,
+        high=1.0,
+        p50=0.25,
+        p90=1.5,
+        p99=3.0,
+        agreement=0.875,
+        total_samples=2**40,
+        non_finite=3,
+        evidence=12.5,
+        evidence_needed=11.5,
+        entropy=2.5,
+        margin=1.25,
+        unique_ngrams=0.75,
+    )
+
+
+@asynchronous
+async def test_what_the_monitor_does_not_know_is_unset_or_nan(tmp_path: Path, host: FakeHost) -> None:
+    host.noise_result = replace(NOISE, reference=None, modes=(INT8_NOISE,), fallback=None, lowered=False, pin=None)
+    async with serving(tmp_path, {"m": host}) as service:
+        response = await service.control.GetNoise(control_pb2.GetNoiseRequest(model="m"))
+    unspecified = common_pb2.PRECISION_MODE_UNSPECIFIED
+    assert (response.reference, response.fallback, response.pin) == (unspecified,) * 3
+    (mode,) = response.modes
+    assert not any(mode.HasField(field) for field in ("threshold", "low", "high"))
+    figures = (mode.mean_kl, mode.p50, mode.p90, mode.p99, mode.agreement, mode.entropy, mode.margin)
+    assert all(map(math.isnan, (*figures, mode.unique_ngrams)))
+
+
+@pytest.mark.parametrize(("monitor", "allowed"), [(None, MonitorConfig().window), (MonitorConfig(window=40), 40)])
+@asynchronous
+async def test_no_more_samples_can_be_asked_for_than_the_window_of_the_model_has(
+    tmp_path: Path, host: FakeHost, monitor: MonitorConfig | None, allowed: int
+) -> None:
+    host.noise_result = NOISE
+    async with serving(tmp_path, {"m": host}, monitor=monitor) as service:
+        await service.control.GetNoise(control_pb2.GetNoiseRequest(samples=allowed))
+        for samples in (-1, allowed + 1):
+            code, message, details = await refusal(
+                service.control.GetNoise(control_pb2.GetNoiseRequest(samples=samples))
+            )
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert details[0].field_violations[0].field == "samples"  # type: ignore[attr-defined]
+            assert message.endswith(f"{samples} is not allowed; allowed: 0 to {allowed}")
+    assert host.noise_samples == [allowed]
+
+
+@asynchronous
+async def test_the_noise_of_a_model_that_is_unknown_or_not_loaded_is_refused(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        code, *_ = await refusal(service.control.GetNoise(control_pb2.GetNoiseRequest(model="n")))
+        assert code is grpc.StatusCode.NOT_FOUND
+        await service.control.UnloadModel(control_pb2.UnloadModelRequest(model="m"))
+        code, *_ = await refusal(service.control.GetNoise(control_pb2.GetNoiseRequest(model="m")))
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
 
 
 @asynchronous

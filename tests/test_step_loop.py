@@ -19,7 +19,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from structlog.testing import capture_logs
 
 from dskd.config import SchedulerConfig
-from dskd.engine.request import FinishReason, GenerationRequest, InFlight, MadeToken, SamplingParams, StepOutput
+from dskd.engine.request import (
+    FinishReason,
+    GenerationRequest,
+    InFlight,
+    MadeToken,
+    NonFinite,
+    Observation,
+    SamplingParams,
+    StepOutput,
+)
 from dskd.engine.step_loop import StepLoop
 from dskd.errors import (
     FailedPreconditionError,
@@ -46,6 +55,7 @@ class Bench:
         self.deliveries = 0
         self.gate: Callable[[], object] = lambda: None  # what each delivery waits for
         self.ended = threading.Condition()
+        self.observed: list[Observation] = []
         self.loop = StepLoop(
             model="toy",
             engine_name="fake",
@@ -54,6 +64,7 @@ class Bench:
             mode=INT4,
             generation=1,
             deliver=self._deliver,
+            observe=self.observed.extend,
         )
         self.graphs = fake_graphs(self.cache)
         if install:
@@ -468,20 +479,41 @@ def test_a_graph_that_raised_once_serves_the_next_request() -> None:
     assert bench.last("b").finish is FinishReason.LENGTH
 
 
-def test_logits_that_are_not_finite_end_that_request_alone() -> None:
+def test_logits_that_are_not_finite_are_made_again_by_the_most_exact_mode_in_memory() -> None:
+    """The whole context is read again: the cache may hold what is not finite, too. Its own precision hinders nothing."""
     bench = Bench()
     bench.graph_of(INT4).poison = 90
+    bench.submit("sick", prompt=(5, 90), new=3)
+    bench.submit("own", prompt=(6, 90), new=3, precision=INT8)
+    bench.submit("well", prompt=(5, 6), new=3)
+    with capture_logs() as logs:
+        bench.run_all()
+    assert bench.modes("sick") == bench.modes("own") == [FP32] * 3
+    assert bench.modes("well") == [INT4] * 3
+    for name, prompt in (("sick", (5, 90)), ("own", (6, 90)), ("well", (5, 6))):
+        assert_right_answer(prompt, bench.tokens(name))
+    assert {(entry["event"], entry["redone_in"]) for entry in logs} == {("non-finite logits", "fp32")}
+    assert {(seen.mode, seen.redone_in) for seen in bench.observed if isinstance(seen, NonFinite)} == {
+        (INT4, FP32),
+        (INT8, FP32),
+    }
+    bench.assert_pool_is_whole()
+
+
+def test_logits_that_no_mode_makes_finite_end_that_request_alone() -> None:
+    bench = Bench()
+    for mode in LADDER:
+        bench.graph_of(mode).poison = 90
     bench.submit("sick", prompt=(5, 90))
     bench.submit("well", prompt=(5, 6))
     with capture_logs() as logs:
-        bench.step()
+        bench.run_all()
     error = bench.last("sick").error
     assert isinstance(error, InternalError)
-    assert str(error) == "mode int4 produced non-finite logits"
+    assert str(error) == "mode fp32 produced non-finite logits"
     assert bench.tokens("sick") == []
-    assert [entry["event"] for entry in logs] == ["non-finite logits"]
+    assert [entry["event"] for entry in logs] == ["non-finite logits"] * 2
     assert_right_answer((5, 6), bench.tokens("well"))
-    assert len(bench.tokens("well")) == 1
 
 
 def test_a_listener_that_raises_does_not_end_the_loop() -> None:

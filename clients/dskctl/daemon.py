@@ -78,8 +78,8 @@ def relayed(start: Callable[[], Stream[T]]) -> Generator[T, None, None]:
     """
     taken: Queue[T | Exception | None] = Queue()
     begun: Future[Stream[T]] = Future()
-    threading.Thread(target=_take_all, args=(start, begun, taken), daemon=True).start()
     try:
+        threading.Thread(target=_take_all, args=(start, begun, taken), daemon=True).start()
         while (item := _taken(taken)) is not None:
             if isinstance(item, Exception):
                 raise item
@@ -118,6 +118,7 @@ class Daemon:
     list_models: Callable[[control.ListModelsRequest], control.ListModelsResponse]
     load_model: Callable[[control.LoadModelRequest], control.LoadModelResponse]
     unload_model: Callable[[control.UnloadModelRequest], control.UnloadModelResponse]
+    get_noise: Callable[[control.GetNoiseRequest], control.GetNoiseResponse]
     get_history: Callable[[control.GetHistoryRequest], control.GetHistoryResponse]
     watch_events: Callable[[control.WatchEventsRequest], Generator[control.Event, None, None]]
     generate: Callable[[inference.GenerateRequest], Generator[inference.GenerateResponse, None, None]]
@@ -134,6 +135,7 @@ class Daemon:
             list_models=partial(control_stub.ListModels, timeout=timeout_s),
             load_model=partial(control_stub.LoadModel, timeout=timeout_s),
             unload_model=partial(control_stub.UnloadModel, timeout=timeout_s),
+            get_noise=partial(control_stub.GetNoise, timeout=timeout_s),
             get_history=partial(control_stub.GetHistory, timeout=timeout_s),
             watch_events=lambda request: relayed(partial(control_stub.WatchEvents, request, timeout=timeout_s)),
             generate=lambda request: relayed(partial(inference_stub.Generate, request, timeout=timeout_s)),

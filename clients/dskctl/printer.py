@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from google.protobuf.message import Message
 from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.text import Text
 
 from dskctl.answer import AnswerView, JsonAnswer, MarkedAnswer, RawAnswer
@@ -49,6 +50,11 @@ class Printer(Protocol):
     def answer(self, raw: bool = False) -> AnswerView:
         """A view for the next generated answer; `raw` is its text alone."""
 
+    def renewing(
+        self, as_view: Callable[[M], RenderableType], as_lines: Callable[[M], RenderableType]
+    ) -> AbstractContextManager[Callable[[M], None]]:
+        """Shows messages while the context is open, each in place of the one before; without a screen as lines."""
+
     def note(self, line: str) -> None:
         """A line for people alone."""
 
@@ -71,6 +77,16 @@ class TextPrinter:
     def answer(self, raw: bool = False) -> AnswerView:
         self._answers += 1
         return RawAnswer() if raw else MarkedAnswer(self._console, with_legend=self._answers == 1)
+
+    @contextmanager
+    def renewing(
+        self, as_view: Callable[[M], RenderableType], as_lines: Callable[[M], RenderableType]
+    ) -> Iterator[Callable[[M], None]]:
+        if not self._console.is_terminal:
+            yield lambda message: self.show_item(message, as_lines)
+            return
+        with Live(console=self._console, auto_refresh=False, vertical_overflow="crop") as live:
+            yield lambda message: live.update(as_view(message), refresh=True)
 
     def note(self, line: str) -> None:
         self._console.print(line)
@@ -95,6 +111,11 @@ class JsonPrinter:
 
     def answer(self, raw: bool = False) -> AnswerView:
         return JsonAnswer()
+
+    def renewing(
+        self, as_view: Callable[[M], RenderableType], as_lines: Callable[[M], RenderableType]
+    ) -> AbstractContextManager[Callable[[M], None]]:
+        return nullcontext(lambda message: self.show_item(message, as_lines))
 
     def note(self, line: str) -> None:
         """Nobody reads it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +12,7 @@ from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from dskapi.v1.common_pb2 import InFlight, PrecisionMode
-from dskapi.v1.control_pb2 import ModelState, ModeProof
+from dskapi.v1.control_pb2 import FallbackState, ModelState, ModeProof
 from dskapi.v1.inference_pb2 import FinishReason
 
 NOTHING = "-"
@@ -44,6 +45,10 @@ def mode_word(mode: int) -> str:
 
 def state_word(state: int) -> str:
     return enum_word(ModelState.DESCRIPTOR, state) or NOTHING
+
+
+def fallback_word(state: int) -> str:
+    return enum_word(FallbackState.DESCRIPTOR, state) or NOTHING
 
 
 def in_flight_word(in_flight: int) -> str:
@@ -85,6 +90,18 @@ def proof_facts(proofs: Iterable[ModeProof]) -> Iterator[tuple[str, str]]:
     for proof in proofs:
         agreement = f"same most probable token at {proof.agreement:.1%}"
         yield f"KL {mode_word(proof.mode)}", f"{kl_words(proof)} nats per token, {agreement}"
+
+
+def nats(value: float) -> str:
+    """Two digits that count: KL is told by its order of magnitude."""
+    if not math.isfinite(value):
+        return NOTHING if math.isnan(value) else "∞"
+    return f"{value:.0f}" if value >= 10 else f"{value:#.2g}" if value >= 1e-4 else f"{value:.0e}"
+
+
+def share(value: float) -> str:
+    """ "81.2%"; nothing for NaN."""
+    return NOTHING if math.isnan(value) else f"{value:.1%}"
 
 
 def phase_words(phases_ms: Mapping[str, float]) -> str:

@@ -225,7 +225,7 @@ def wait_until_serving(process: subprocess.Popen[bytes], channel: grpc.Channel) 
     threading.Thread(target=lambda: (process.wait(), statuses.cancel()), daemon=True).start()
     reason = "it ended its answer"
     try:
-        for response in relayed(statuses):
+        for response in relayed(lambda: statuses):
             if response.status == health_pb2.HealthCheckResponse.SERVING and process.poll() is None:
                 console.print("serving")
                 return

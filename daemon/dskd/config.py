@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import tomli
 
 from dskd.address import Address
+from dskd.monitor.config import MonitorConfig
 from dskd.typed_toml import Between, Builder, ConfigError, OneOf
 from dskd.units import ByteSize
 from dskquant.engines import ENGINE_NAMES
@@ -137,6 +138,13 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MetricsConfig:
+    """[metrics]: figures for Prometheus, over HTTP."""
+
+    listen: Address | None = None  # None: no metrics; host:port
+
+
+@dataclass(frozen=True, slots=True)
 class ProofConfig:
     """[models.NAME.proof]: how far a mode may be from the reference on the golden prompts before it is refused.
 
@@ -174,6 +182,7 @@ class ModelConfig:
     keep_generations: Annotated[int, Between(2)] = 4  # that a rollback can return to, the serving one included
     keep_previous_s: Annotated[float, Between(0)] = 0.0  # the graphs of the one before stay in memory this long
     proof: ProofConfig = ProofConfig()
+    monitor: MonitorConfig | None = None  # None: [monitor]
 
     def problems(self) -> Problems:
         if self.default_mode not in self.resident:
@@ -188,6 +197,8 @@ class Config:
     scheduler: SchedulerConfig = SchedulerConfig()
     watch: WatchConfig = WatchConfig()
     log: LogConfig = LogConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    monitor: MonitorConfig = MonitorConfig()
     models: dict[str, ModelConfig] = field(default_factory=dict)
 
     def problems(self) -> Problems:

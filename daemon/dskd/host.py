@@ -10,6 +10,7 @@ from dskd.engine.request import GenerationRequest, InFlight, StepOutput
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
 from dskd.manager.types import Change, ChangeReport, ManagerSnapshot, SwitchReport
+from dskd.monitor.types import NoiseSnapshot
 from dskd.text.tokenizer import TextCodec
 from dskquant.modes import PrecisionMode
 from dskquant.store import StoreManifest
@@ -45,8 +46,13 @@ class ModelHost(Protocol):
 
     def snapshot(self) -> ManagerSnapshot: ...
 
-    async def switch(self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool) -> SwitchReport:
-        """Changes the mode of the model, and records that in history and events. Raises DskdError when it cannot."""
+    async def switch(
+        self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool, pin: bool = False
+    ) -> SwitchReport:
+        """Changes the mode of the model, and records that in history and events. Raises DskdError when it cannot.
+
+        `pin` keeps it whatever the noise monitor says, until the next switch.
+        """
         ...
 
     async def apply(self, change: Change, actor: str, *, dry_run: bool, wait: bool) -> ChangeReport:
@@ -61,6 +67,10 @@ class ModelHost(Protocol):
 
         Raises DskdError or QuantError as `apply` does.
         """
+        ...
+
+    def noise(self, samples: int) -> NoiseSnapshot:
+        """What its monitor knows, with the latest `samples` scored tokens of each mode."""
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[StepOutput, None]:

@@ -1,6 +1,6 @@
 """The verbs of dskctl, one file each."""
 
-from dskctl.verbs import apply, chat, generate, history, load, models, rollback, status, switch, unload, watch
+from dskctl.verbs import apply, chat, generate, history, load, models, noise, rollback, status, switch, unload, watch
 
 ALL = (
     status.VERB,
@@ -10,6 +10,7 @@ ALL = (
     switch.VERB,
     apply.VERB,
     rollback.VERB,
+    noise.VERB,
     history.VERB,
     watch.VERB,
     generate.VERB,

@@ -17,11 +17,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_mode(parser)
     add_in_flight(parser)
     add_wait(parser)
+    parser.add_argument(
+        "--pin", action="store_true", help="keep the mode whatever the noise monitor says, until the next switch"
+    )
 
 
 def run(args: argparse.Namespace, daemon: Daemon, printer: Printer) -> None:
     request = SwitchPrecisionRequest(
-        model=args.model, mode=MODES[args.mode], in_flight=IN_FLIGHT[args.in_flight], wait=args.wait
+        model=args.model,
+        mode=MODES[args.mode],
+        in_flight=IN_FLIGHT[args.in_flight],
+        wait=args.wait,
+        pin=args.pin,
     )
     printer.show(daemon.switch_precision(request), as_text)
 
@@ -42,6 +49,7 @@ VERB = Verb(
         "dskctl switch int8",
         "dskctl switch smollm2 fp32 --no-wait",
         "dskctl switch smollm2 int4 --in-flight finish",
+        "dskctl switch int8 --pin",
     ),
     configure=configure,
     run=run,

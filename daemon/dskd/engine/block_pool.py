@@ -78,6 +78,11 @@ class BlockPool:
             blocks.append(block)
         return np.array(blocks, np.int32)
 
+    def hold(self, blocks: Int32) -> None:
+        """Adds one more owner to `blocks`, which are out."""
+        for block in blocks.tolist():
+            self._num_owners[block] += 1
+
     def free(self, blocks: Int32) -> None:
         """Takes blocks back from one owner. Raises InternalError, and takes none, if one of them is not out."""
         ids = blocks.tolist()

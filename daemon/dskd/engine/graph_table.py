@@ -21,6 +21,9 @@ class GraphTable:
     def __getitem__(self, key: ServedBy) -> Graph:
         return self._graphs[key]
 
+    def get(self, key: ServedBy) -> Graph | None:
+        return self._graphs.get(key)
+
     def __contains__(self, key: ServedBy) -> bool:
         return key in self._graphs
 

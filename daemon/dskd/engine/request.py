@@ -5,6 +5,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from dskd.monitor.config import MonitorConfig
 from dskquant.modes import PrecisionMode
 
 
@@ -84,6 +88,81 @@ class StepOutput:
     @property
     def is_last(self) -> bool:
         return self.finish is not None or self.error is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringPlan:
+    """What the step loop measures of the answers it makes. The unit is a cache block of a sequence.
+
+    A share of the blocks that sequences fill is computed a second time by another mode, into scratch blocks, and the
+    logits of both are compared position by position.
+    """
+
+    reference: PrecisionMode  # scores every mode below it, where its graph is in memory
+    share: float  # of the blocks; 0: none
+    time_share: float  # of the loop's time, at most
+    own_context: bool = False  # the reference reads a context it has computed itself, not the one that was served
+    probe: PrecisionMode | None = None  # scored, although it does not serve, where a higher mode does
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScore:
+    """n positions of a request that two modes computed: how far `mode` is from `reference`. Arrays [n]."""
+
+    request_id: str
+    generation: int
+    mode: PrecisionMode
+    reference: PrecisionMode
+    is_probe: bool  # `reference` served, `mode` did not
+    kl: NDArray[np.float64]  # KL(reference || mode), nats; infinity where `mode` was not finite
+    agrees: NDArray[np.bool_]  # both have the same most probable token
+    rank: NDArray[np.int64]  # tokens that `reference` finds more probable than the one that was served
+    made: NDArray[np.float64]  # when each token was made, seconds of `time.monotonic`
+
+
+@dataclass(frozen=True, slots=True)
+class HealthSample:
+    """Signs of trouble in one made token, from the logits that were computed anyway."""
+
+    request_id: str
+    generation: int
+    mode: PrecisionMode
+    entropy: float  # nats
+    margin: float  # the greatest logit less the second one
+    unique_ngrams: float  # share of the recent n-grams of the answer that are different from each other
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """A mode made logits that are not finite. They reached nobody."""
+
+    request_id: str
+    generation: int
+    mode: PrecisionMode
+    redone_in: PrecisionMode | None  # None: no higher mode was in memory, and the request has failed
+
+
+Observation = BlockScore | HealthSample | NonFinite
+
+
+@dataclass(frozen=True, slots=True)
+class ModeRules:
+    """What bends the mode of the model for single steps; see `dskd.monitor.rules` for who wins."""
+
+    config: MonitorConfig = field(default_factory=MonitorConfig)
+    fallback: PrecisionMode | None = None  # of all requests
+    lowered: bool = False  # by the load rule
+    pin: PrecisionMode | None = None  # by an operator
+
+    @property
+    def vary(self) -> bool:
+        """Whether the mode of a sequence may change from step to step without any command."""
+        return self.config.prefill is not None or self.config.long_context is not None
+
+    @property
+    def bend(self) -> bool:
+        """Whether any sequence may be served in another mode than the model's."""
+        return self.vary or self.lowered or self.fallback is not None or self.pin is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from dskd.engine.block_pool import BlockPool
 from dskd.engine.prefix_cache import PrefixCache
 from dskd.engine.sequence import NO_BLOCKS, Chunk, Sequence
 from dskd.errors import InternalError, ResourceExhaustedError
+from dskquant.engines.protocol import Int32
 
 RETRY_AFTER_S = 1.0
 """What a client is told to wait when too many wait already."""
@@ -29,6 +30,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._prefixes = PrefixCache(pool)
+        self._lent: Counter[int] = Counter()
 
     @property
     def has_sequences(self) -> bool:
@@ -79,20 +81,37 @@ class Scheduler:
         self.waiting.appendleft(youngest)
         return youngest
 
+    def restart(self, sequence: Sequence) -> None:
+        """Sends a running sequence back to the head of the line: what serves it next reads all its tokens again."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        self.waiting.appendleft(sequence)
+
+    def lend(self, blocks: Int32, is_taken: bool = False) -> None:
+        """Counts one more owner of `blocks` that is no sequence; `is_taken`: they were allocated for it."""
+        if not is_taken:
+            self.pool.hold(blocks)
+        self._lent.update(blocks.tolist())
+
+    def take_back(self, blocks: Int32) -> None:
+        """Ends `lend`."""
+        self._lent -= Counter(blocks.tolist())
+        self.pool.free(blocks)
+
     def remove(self, sequence: Sequence) -> None:
         """Forgets a finished or cancelled sequence and frees its blocks."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._release(sequence)
 
     def check(self) -> None:
-        """Raises InternalError unless the pool is sound and the owners of its blocks are the running sequences."""
+        """Raises InternalError unless the pool is sound and all owners of its blocks are known."""
         self.pool.check()
-        held = Counter(block for sequence in self.running for block in sequence.blocks.tolist())
+        held = Counter(block for sequence in self.running for block in sequence.blocks.tolist()) + self._lent
         num_out = self.pool.num_blocks - self.pool.num_free
         if len(held) != num_out:
             raise InternalError(f"{num_out} KV blocks are out, {len(held)} are in use")
         if any(self.pool.num_owners(block) != count for block, count in held.items()):
-            raise InternalError("KV blocks have other owners than the running sequences")
+            raise InternalError("KV blocks have other owners than those who run and those they are lent to")
 
     def _schedule_decodes(self) -> list[Chunk]:
         # The oldest first, while preemption takes the youngest: no victim has its chunk already, and the list that is

@@ -10,6 +10,8 @@ import numpy as np
 from dskd.engine.block_keys import BlockKeys
 from dskd.engine.request import FinishReason, GenerationRequest
 from dskd.engine.sampler import TokenSampler
+from dskd.monitor.health import Repetition
+from dskd.monitor.states import Phase
 from dskquant.engines.protocol import Int32
 from dskquant.modes import PrecisionMode
 
@@ -22,7 +24,9 @@ class Sequence:
 
     __slots__ = (
         "arrived",
+        "base_mode",
         "blocks",
+        "fallback",
         "first_token",
         "generation",
         "keys",
@@ -32,6 +36,7 @@ class Sequence:
         "num_reused",
         "preemptions",
         "publishes_beyond",
+        "repetition",
         "request",
         "sampler",
         "started",
@@ -42,7 +47,9 @@ class Sequence:
         self, request: GenerationRequest, mode: PrecisionMode, generation: int = 0, arrived: float = 0.0
     ) -> None:
         self.request = request
-        self.mode = mode
+        self.mode = mode  # of its next step
+        self.base_mode = mode  # that of the model, as far as it follows it
+        self.fallback: PrecisionMode | None = None  # serves it at least, for its own answer is too noisy
         self.generation = generation
         self.sampler = TokenSampler(request.sampling, request.prompt, request.top_logprobs)
         self.tokens = list(request.prompt)  # prompt, then made tokens
@@ -53,6 +60,7 @@ class Sequence:
         self.num_published = 0  # leading blocks that are shared, or hold the same as a block that is
         self.publishes_beyond = NEVER  # number of tokens beyond which it has another block to publish
         self.preemptions = 0
+        self.repetition = Repetition()
         self.arrived = arrived  # seconds, as `started` and `first_token`
         self.started: float | None = None
         self.first_token: float | None = None
@@ -65,6 +73,11 @@ class Sequence:
     def served_by(self) -> tuple[int, PrecisionMode]:
         """Generation and mode: what the graph of its next step is derived from."""
         return self.generation, self.mode
+
+    @property
+    def phase(self) -> Phase:
+        """Of its next step: the last token of a prompt alone is as good as an answer."""
+        return Phase.PREFILL if self.num_uncached > 1 else Phase.DECODE
 
     @property
     def max_cached(self) -> int:

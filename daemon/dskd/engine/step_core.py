@@ -17,18 +17,26 @@ from dskd.engine.request import (
     FinishReason,
     FlipReport,
     GenerationRequest,
+    HealthSample,
     InFlight,
     LoopSnapshot,
     MadeToken,
+    ModeRules,
+    NonFinite,
+    Observation,
     RequestStats,
+    ScoringPlan,
     StepOutput,
 )
 from dskd.engine.sampler import Draw, NonFiniteLogitsError, draw_tokens
 from dskd.engine.scheduler import Scheduler
 from dskd.engine.sequence import Chunk, Sequence
+from dskd.engine.shadow import ShadowScorer
 from dskd.errors import FailedPreconditionError, InternalError, InvalidArgumentError, UnavailableError
-from dskquant.engines.protocol import Graph
-from dskquant.modes import PrecisionMode
+from dskd.monitor.health import HealthProbe
+from dskd.monitor.rules import Situation, effective_mode, is_above
+from dskquant.engines.protocol import Graph, Logits
+from dskquant.modes import LADDER, PrecisionMode
 
 
 class StepCore:
@@ -46,14 +54,23 @@ class StepCore:
         mode: PrecisionMode,
         generation: int,
         deliver: Callable[[list[StepOutput]], None],
+        observe: Callable[[list[Observation]], None],
+        ask: Callable[[Callable[[], None]], object],
     ) -> None:
+        """`ask` makes whoever drives the core call something between two steps."""
         self.log = structlog.get_logger().bind(model=model, engine=engine_name)
         self._engine_name = engine_name
         self._scheduler = scheduler
         self._mode = mode
         self._generation = generation
         self._deliver = deliver
+        self._observe = observe
         self._graphs = GraphTable()
+        self._scorer = ShadowScorer(self._graphs, observe, ask)
+        self._health: HealthProbe | None = None  # made when the size of the vocabulary is known
+        self._rules = ModeRules()
+        self._modes_are_stale = False  # a flip is quick: what the rules make of it is found out with the next step
+        self._last_step = time.perf_counter()
         self._open: dict[str, Sequence] = {}
         self._outputs: list[StepOutput] = []
         self._drains: list[Future[int]] = []
@@ -70,7 +87,7 @@ class StepCore:
 
     @property
     def has_work(self) -> bool:
-        return not self._is_suspended and not self.is_idle
+        return not self._is_suspended and (not self.is_idle or self._scorer.has_jobs)
 
     def check(self) -> None:
         """Raises InternalError if blocks were lost or are used twice."""
@@ -88,6 +105,7 @@ class StepCore:
         if not self._is_suspended:  # else the graph is on its way
             self._graphs.require((self._generation, mode))
         sequence = Sequence(request, mode, self._generation, arrived)
+        sequence.mode = self._mode_of(sequence)
         self._scheduler.add(sequence)
         self._open[request.request_id] = sequence
 
@@ -117,7 +135,12 @@ class StepCore:
         """Forgets these graphs unless an open request uses one of them; whether it did."""
         if generation == self._generation and self._mode in modes:
             raise FailedPreconditionError(self._mode.value, f"{self._mode.value} of generation {generation} is active")
-        if any(sequence.generation == generation and sequence.mode in modes for sequence in self._scheduler.sequences):
+        if self._scorer.uses(generation, modes):
+            return False
+        if any(
+            sequence.generation == generation and not modes.isdisjoint({sequence.mode, sequence.base_mode})
+            for sequence in self._scheduler.sequences
+        ):
             return False
         self._graphs.drop(generation, modes)
         return True
@@ -135,6 +158,25 @@ class StepCore:
                 reason = f"{sequence.mode.value} of generation {sequence.generation} is gone"
                 self._end(sequence, error=UnavailableError(reason))
 
+    def set_rules(self, rules: ModeRules, repair: bool) -> None:
+        """Chooses modes by `rules` from the next step on; `repair`: sequences whose mode rises are read anew."""
+        self._rules = rules
+        for sequence in list(self._scheduler.sequences):
+            self._move(sequence, repair)
+
+    def escalate(self, request_id: str, mode: PrecisionMode, repair: bool) -> bool:
+        """Serves one request in at least `mode` to its end; False if it is not open, or chose its precision itself."""
+        sequence = self._open.get(request_id)
+        if sequence is None or sequence.request.precision is not None:
+            return False
+        sequence.fallback = mode
+        self._move(sequence, repair)
+        return True
+
+    def set_scoring(self, plan: ScoringPlan | None) -> None:
+        """Measures by `plan` from now on."""
+        self._scorer.set_plan(plan, self._scheduler)
+
     def drain(self, grace_s: float, done: Future[int]) -> None:
         """Refuses new requests; `done` resolves, with the number of those aborted, when none is open any more."""
         self._drain_deadline = min(self._drain_deadline, time.perf_counter() + grace_s)
@@ -144,6 +186,11 @@ class StepCore:
 
     def step(self) -> None:
         """Runs one step of every graph that has work. Raises InternalError, rather than spin, if nothing can run."""
+        self._make_room()
+        if self._rules.vary or self._modes_are_stale:
+            for sequence in self._scheduler.sequences:
+                sequence.mode = self._mode_of(sequence)
+            self._modes_are_stale = False
         chunks = self._scheduler.schedule()
         if not chunks:
             raise InternalError("requests are open, but none of them can run")
@@ -158,6 +205,18 @@ class StepCore:
         for graph, its_chunks in by_graph.values():
             self._run(graph, its_chunks)
         self._steps += 1
+
+    def score(self) -> None:
+        """Spends what time may be spent on measuring; outputs have been told by now."""
+        now = time.perf_counter()
+        if not self.is_idle:
+            self._scorer.earn(now - self._last_step)
+        self._last_step = now
+        self._scorer.run_next(self._scheduler, self.is_idle)
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._scorer.close()
 
     def settle(self) -> None:
         """What follows a change or a step: outputs are told, what is no longer used is let go."""
@@ -177,28 +236,53 @@ class StepCore:
         self._open.clear()
         pool = self._scheduler.pool
         self._scheduler = Scheduler(self._scheduler.config, BlockPool(pool.num_blocks, pool.block_size))
+        self._scorer.abandon()
         self.settle()
 
     def _run(self, graph: Graph, chunks: list[Chunk]) -> None:
         ready = [chunk.sequence for chunk in chunks if chunk.wants_logits]
-        try:
-            logits = graph.run(build_batch(chunks, self._scheduler.pool.block_size))
-            draws = draw_tokens(logits, [sequence.sampler for sequence in ready]) if ready else []
-        except Exception:
-            self._fail([chunk.sequence for chunk in chunks])
-            return
-        for chunk in chunks:
-            self._scheduler.postprocess(chunk)
-        for sequence, draw in zip(ready, draws, strict=True):
-            if isinstance(draw, NonFiniteLogitsError):
-                self._refuse_logits(sequence)
-            else:
-                self._accept(sequence, draw)
+        with self._scorer.alone_with(graph):
+            try:
+                logits = graph.run(build_batch(chunks, self._scheduler.pool.block_size))
+                draws = draw_tokens(logits, [sequence.sampler for sequence in ready]) if ready else []
+            except Exception:
+                self._fail([chunk.sequence for chunk in chunks])
+                return
+            for chunk in chunks:
+                self._scheduler.postprocess(chunk)
+            if ready:
+                self._look_at_health(logits, ready)
+            for sequence, draw, row in zip(ready, draws, logits, strict=True):
+                if isinstance(draw, NonFiniteLogitsError):
+                    self._refuse_logits(sequence)
+                else:
+                    self._accept(sequence, draw, row)
 
-    def _accept(self, sequence: Sequence, draw: Draw) -> None:
+    def _look_at_health(self, logits: Logits, ready: list[Sequence]) -> None:
+        if self._health is None:
+            self._health = HealthProbe(logits.shape[1])
+        samples: list[Observation] = []
+        for row, health in self._health.step(logits):
+            if health.finite:  # the others are told when they are refused
+                sequence = ready[row]
+                samples.append(
+                    HealthSample(
+                        sequence.request.request_id,
+                        sequence.generation,
+                        sequence.mode,
+                        health.entropy,
+                        health.margin,
+                        sequence.repetition.unique_ratio,
+                    )
+                )
+        self._observe(samples)
+
+    def _accept(self, sequence: Sequence, draw: Draw, row: Logits) -> None:
         mode = sequence.mode
         token = MadeToken(draw.id, mode, sequence.generation, self._engine_name, draw.logprob, draw.top_logprobs)
         sequence.tokens.append(draw.id)
+        sequence.repetition.push(draw.id)
+        self._scorer.record(sequence, row, self._scheduler)
         if sequence.first_token is None:
             sequence.first_token = time.perf_counter()
         self._tokens_by_mode[mode] += 1
@@ -210,9 +294,23 @@ class StepCore:
             self._end(sequence, finish=finish, tokens=(token,))
 
     def _refuse_logits(self, sequence: Sequence) -> None:
-        mode, request_id = sequence.mode.value, sequence.request.request_id
-        self.log.error("non-finite logits", generation=sequence.generation, mode=mode, request=request_id)
-        self._end(sequence, error=InternalError(f"mode {mode} produced non-finite logits"))
+        """Reads the whole sequence again in the most exact mode at hand: its cache may hold what is not finite, too."""
+        mode, request_id, generation = sequence.mode, sequence.request.request_id, sequence.generation
+        higher = [other for other in LADDER if is_above(other, mode) and (generation, other) in self._graphs]
+        redone_in = higher[-1] if higher else None
+        self.log.error(
+            "non-finite logits",
+            generation=generation,
+            mode=mode.value,
+            request=request_id,
+            redone_in=redone_in.value if redone_in else None,
+        )
+        self._observe([NonFinite(request_id, generation, mode, redone_in)])
+        if redone_in is None:
+            self._end(sequence, error=InternalError(f"mode {mode.value} produced non-finite logits"))
+            return
+        sequence.fallback = sequence.mode = redone_in
+        self._restart(sequence)
 
     def _fail(self, sequences: list[Sequence]) -> None:
         """Ends the requests of a batch that raised; the exception is the one being handled."""
@@ -228,11 +326,48 @@ class StepCore:
         offered = {mode for mode in PrecisionMode if (self._generation, mode) in self._graphs}
         for sequence in self._scheduler.sequences:
             if sequence.request.precision is None:
-                migrated += sequence.mode is not self._mode
-                sequence.mode = self._mode
-            if sequence.mode in offered:
+                migrated += sequence.base_mode is not self._mode
+                sequence.base_mode = sequence.mode = self._mode
+            if sequence.base_mode in offered:
                 sequence.generation = self._generation
+            self._modes_are_stale |= sequence.fallback is not None
+        self._modes_are_stale |= self._rules.bend
         return migrated
+
+    # Modes
+
+    def _mode_of(self, sequence: Sequence) -> PrecisionMode:
+        """The mode of the next step of `sequence`; its base mode where the one wanted is not in memory."""
+        rules = self._rules
+        if not rules.bend and sequence.fallback is None:
+            return sequence.base_mode
+        situation = Situation(
+            sequence.base_mode,
+            sequence.phase,
+            len(sequence.tokens),
+            sequence.request.precision,
+            rules.pin,
+            rules.fallback,
+            rules.lowered,
+        )
+        wanted = effective_mode(situation, rules.config).mode
+        if sequence.fallback is not None and is_above(sequence.fallback, wanted):
+            wanted = sequence.fallback
+        return wanted if (sequence.generation, wanted) in self._graphs else sequence.base_mode
+
+    def _move(self, sequence: Sequence, repair: bool) -> None:
+        before, sequence.mode = sequence.mode, self._mode_of(sequence)
+        if repair and is_above(sequence.mode, before) and sequence.num_cached:
+            self._restart(sequence)
+
+    def _restart(self, sequence: Sequence) -> None:
+        self._scorer.forget(sequence)
+        self._scheduler.restart(sequence)
+
+    def _make_room(self) -> None:
+        """Requests come before measurements: blocks that are lent are taken back when blocks are short."""
+        if self._scheduler.waiting or self._scheduler.pool.num_free < len(self._scheduler.running):
+            self._scorer.drop_jobs(self._scheduler)
 
     # Ends
 
@@ -244,6 +379,7 @@ class StepCore:
         error: Exception | None = None,
         tokens: tuple[MadeToken, ...] = (),
     ) -> None:
+        self._scorer.finish(sequence, self._scheduler)
         self._scheduler.remove(sequence)
         request_id = sequence.request.request_id
         del self._open[request_id]

@@ -10,7 +10,16 @@ from threading import Thread
 from dskd.config import SchedulerConfig
 from dskd.engine.block_pool import BlockPool
 from dskd.engine.command_queue import CommandQueue
-from dskd.engine.request import FlipReport, GenerationRequest, InFlight, LoopSnapshot, StepOutput
+from dskd.engine.request import (
+    FlipReport,
+    GenerationRequest,
+    InFlight,
+    LoopSnapshot,
+    ModeRules,
+    Observation,
+    ScoringPlan,
+    StepOutput,
+)
 from dskd.engine.scheduler import Scheduler
 from dskd.engine.step_core import StepCore
 from dskd.errors import InternalError, UnavailableError
@@ -35,8 +44,13 @@ class StepLoop:
         mode: PrecisionMode,
         generation: int,
         deliver: Callable[[list[StepOutput]], None],
+        observe: Callable[[list[Observation]], None] = lambda observations: None,
     ) -> None:
-        """`deliver` gets the outputs of each step in one call on the loop's thread; it must not block."""
+        """`deliver` gets the outputs of each step in one call on the loop's thread; it must not block.
+
+        `observe` gets what was measured, on that thread or another one.
+        """
+        self._commands = CommandQueue()
         self._core = StepCore(
             model=model,
             engine_name=engine_name,
@@ -44,8 +58,9 @@ class StepLoop:
             mode=mode,
             generation=generation,
             deliver=deliver,
+            observe=observe,
+            ask=self._commands.ask,
         )
-        self._commands = CommandQueue()
         self._thread = Thread(target=self._run, name=f"step-loop-{model}", daemon=True)
         self._stopping = False
 
@@ -126,6 +141,21 @@ class StepLoop:
         """Ends `suspend`; requests whose graph has not been installed again end with UnavailableError."""
         return self._commands.ask(self._core.resume)
 
+    def set_rules(self, rules: ModeRules, repair: bool) -> Future[None]:
+        """Chooses the modes of steps by `rules` from the next one on.
+
+        `repair`: sequences whose mode rises by it read all their tokens again in the new mode.
+        """
+        return self._commands.ask(lambda: self._core.set_rules(rules, repair))
+
+    def escalate(self, request_id: str, mode: PrecisionMode, repair: bool) -> Future[bool]:
+        """Serves an open request in at least `mode` to its end; False if it is not open or chose its own precision."""
+        return self._commands.ask(lambda: self._core.escalate(request_id, mode, repair))
+
+    def set_scoring(self, plan: ScoringPlan | None) -> Future[None]:
+        """Measures answers by `plan`; None: not at all."""
+        return self._commands.ask(lambda: self._core.set_scoring(plan))
+
     def snapshot(self) -> LoopSnapshot:
         """The state after some recent step."""
         return self._core.snapshot
@@ -140,8 +170,10 @@ class StepLoop:
     def run_one_step(self) -> None:
         """Runs one step if there is work. For the loop's thread, or for whoever drives a loop that was not started."""
         if self._core.has_work:
-            self._core.step()
-            self._core.settle()
+            if not self._core.is_idle:
+                self._core.step()
+                self._core.settle()
+            self._core.score()
 
     def _run(self) -> None:
         reason: Exception = UnavailableError("the model is being unloaded")
@@ -155,6 +187,7 @@ class StepLoop:
             reason = InternalError("the step loop of the model ended by a bug; the log tells more")
         self._commands.close(reason)
         self._core.abandon(reason)
+        self._core.close()
 
     def _wait_for_work(self) -> None:
         if not self._core.has_work:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -14,11 +12,9 @@ from dskd import memory
 from dskd.errors import FailedPreconditionError
 from dskd.manager.generation import Generation
 from dskd.manager.proof import Proof, Prover
+from dskd.priority import lower_priority
 from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
 from dskquant.modes import PrecisionMode
-
-NICENESS = 10
-"""Of the thread that builds: requests being served go first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +92,6 @@ class Builder:
             graph.close()
             raise
         return Build(graph, proofs, phases)
-
-
-def lower_priority() -> None:
-    """Makes the calling thread yield to those that serve. Linux has a niceness for each thread: setpriority(2)."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 @contextmanager

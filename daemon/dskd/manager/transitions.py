@@ -139,7 +139,7 @@ class Transitions:
 
     async def try_out(self, plan: Plan) -> ChangeReport:
         """Validates `plan` and changes nothing. Raises what `carry_out` raises before it builds anything."""
-        await asyncio.to_thread(self._resolve, plan, lambda found: found)
+        await asyncio.to_thread(self._resolve, plan, lambda found: found, lambda: self._last_number + 1)
         target = plan.target or self.serving.generation
         missing = [mode for mode in self._needed(plan) if not self._residency.has(target, mode)]
         self._builder.require_memory({self._builder.options.graph_key(mode) for mode in missing})
@@ -183,7 +183,10 @@ class Transitions:
         began = time.perf_counter()
         try:
             await asyncio.to_thread(
-                self._resolve, plan, lambda found: self._catalogue.keep(found, plan.overtaking.happened)
+                self._resolve,
+                plan,
+                lambda found: self._catalogue.keep(found, plan.overtaking.happened),
+                self._next_number,
             )
         except KeepCancelledError:
             plan.overtaking.check()
@@ -192,7 +195,9 @@ class Transitions:
         if plan.is_swap:
             plan.spend({"validate": _ms_since(began)})
 
-    def _resolve(self, plan: Plan, keep: Callable[[ParameterSet], ParameterSet]) -> None:
+    def _resolve(
+        self, plan: Plan, keep: Callable[[ParameterSet], ParameterSet], next_number: Callable[[], int]
+    ) -> None:
         """Finds the generation that `plan` asks for; for a worker thread."""
         if plan.returns_to is not None:
             plan.target = self._catalogue.reopen(plan.returns_to)
@@ -202,7 +207,7 @@ class Transitions:
             parameters = now.parameters if change.parameters is None else self._catalogue.find(change.parameters)
             target = self._catalogue.generation(0, parameters, layers)  # the rules are checked before it is kept
             numbers = {kept.hash: kept.number for kept in self.serving.kept}
-            number = numbers.get(target.hash) or self._next_number()
+            number = numbers.get(target.hash) or next_number()
             kept = parameters if change.parameters is None else keep(parameters)
             plan.target = self._catalogue.generation(number, kept, layers)
 

@@ -17,10 +17,12 @@ from dskd.config import MODEL_NAME, ModelConfig, ServerConfig
 from dskd.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from dskd.manager.events import EventBus, Subscription
 from dskd.manager.history import KEPT_ENTRIES, History
+from dskd.monitor.config import MonitorConfig
 from dskd.quant_config import difference
 from dskd.registry import ModelRegistry
 from dskd.rpc.convert import MODES, chosen_in_flight, chosen_mode, timestamp
 from dskd.rpc.interceptor import Context
+from dskd.rpc.noise_report import noise_response
 from dskd.rpc.quant_request import QuantRequestReader
 from dskd.rpc.report import (
     change_response,
@@ -44,13 +46,15 @@ class ControlService(control_pb2_grpc.ControlServicer):
     def __init__(
         self,
         config: ServerConfig,
+        monitor: MonitorConfig,
         registry: ModelRegistry,
         events: EventBus,
         history: History,
-        watched: Path | None = None,
+        watched: Path | None,
     ) -> None:
-        """`watched` is the directory whose quant configs are applied, if there is one."""
+        """`monitor` is for models without one of their own; `watched` is the directory whose quant configs are applied, if there is one."""
         self._config = config
+        self._monitor = monitor
         self._quant_requests = QuantRequestReader(watched, config.allow_load_from_path)
         self._registry = registry
         self._events = events
@@ -65,7 +69,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
             raise InvalidArgumentError("mode", f"is needed; known: {', '.join(mode.value for mode in MODES)}")
         in_flight = chosen_in_flight(request.in_flight, "in_flight")
         model = self._registry.resolve(request.model)
-        report = await model.serving_host.switch(mode, in_flight, _actor(context), request.wait)
+        pin = {"pin": True} if request.pin else {}
+        report = await model.serving_host.switch(mode, in_flight, _actor(context), request.wait, **pin)
         return switch_response(model.name, report)
 
     async def ApplyConfig(
@@ -135,6 +140,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
         model = self._registry.resolve(request.model)
         aborted = await self._registry.unload(model.name, _actor(context), self._config.grace_s)
         return control_pb2.UnloadModelResponse(model=model.name, aborted_requests=aborted, unload_ms=_ms_since(started))
+
+    async def GetNoise(self, request: control_pb2.GetNoiseRequest, context: Context) -> control_pb2.GetNoiseResponse:
+        model = self._registry.resolve(request.model)
+        window = (model.config.monitor or self._monitor).window
+        if not 0 <= request.samples <= window:
+            raise InvalidArgumentError("samples", f"{request.samples} is not allowed; allowed: 0 to {window}")
+        return noise_response(model.name, model.serving_host.noise(request.samples))
 
     async def GetHistory(
         self, request: control_pb2.GetHistoryRequest, context: Context

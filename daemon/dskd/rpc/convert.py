@@ -7,6 +7,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from dskapi.v1 import common_pb2, control_pb2, inference_pb2
 from dskd.engine.request import FinishReason, InFlight
 from dskd.errors import InvalidArgumentError
+from dskd.monitor.states import FallbackState
 from dskd.states import ModelState
 from dskquant.modes import PrecisionMode
 
@@ -31,6 +32,11 @@ STATES = {
     ModelState.SERVING: control_pb2.MODEL_STATE_SERVING,
     ModelState.UNLOADING: control_pb2.MODEL_STATE_UNLOADING,
     ModelState.FAILED: control_pb2.MODEL_STATE_FAILED,
+}
+FALLBACK_STATES = {
+    FallbackState.HEALTHY: control_pb2.FALLBACK_STATE_HEALTHY,
+    FallbackState.TRIPPED: control_pb2.FALLBACK_STATE_TRIPPED,
+    FallbackState.COOLING: control_pb2.FALLBACK_STATE_COOLING,
 }
 _MODE_OF: dict[int, PrecisionMode] = {number: mode for mode, number in MODES.items()}
 _IN_FLIGHT_OF: dict[int, InFlight] = {number: word for word, number in IN_FLIGHT.items()}

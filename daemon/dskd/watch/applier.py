@@ -100,7 +100,6 @@ class Applier:
     async def _look_at_sets(self, now: float) -> None:
         paths = {plan.wanted_set for plan in self._plans.values() if plan.wanted_set}
         self._set_states = await asyncio.to_thread(lambda: {path: set_fingerprint(Path(path)) for path in paths})
-        self._sets.forget_all_but(paths)
         self._sets.observe(now, self._set_states)
 
     def _view(self, model: str, wanted_set: str) -> ModelView:
@@ -125,7 +124,7 @@ class Applier:
         except Exception as error:
             unexpected = None if isinstance(error, EXPECTED_ERRORS) else error
             log.warning("quant config not applied", model=model, actor=actor, reason=str(error), exc_info=unexpected)
-            if self._target.is_serving(model):
+            if model in self._target.names() and self._target.is_serving(model):
                 plan.refused(attempt)
             else:
                 plan.interrupted(attempt)

@@ -48,11 +48,6 @@ class Settling:
         """What has not settled has to stay the same anew."""
         self._moving.clear()
 
-    def forget_all_but(self, keys: Collection[str]) -> None:
-        for known in (self._settled, self._moving):
-            for key in known.keys() - set(keys):
-                del known[key]
-
     def _observe(self, key: str, value: Hashable, now: float, held: bool) -> bool:
         if value == self.settled(key):
             self._moving.pop(key, None)

@@ -20,7 +20,9 @@ class Target(Protocol):
         """The mode a known model serves in when nothing else is said."""
         ...
 
-    def is_serving(self, model: str) -> bool: ...
+    def is_serving(self, model: str) -> bool:
+        """Whether a change of a known model can be made now."""
+        ...
 
     async def apply(self, model: str, change: Change, actor: str) -> ChangeReport:
         """Makes `change`, records in history and events how that ended, and returns when the model serves with it.

@@ -20,24 +20,37 @@ class ModelState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODEL_STATE_SERVING: _ClassVar[ModelState]
     MODEL_STATE_UNLOADING: _ClassVar[ModelState]
     MODEL_STATE_FAILED: _ClassVar[ModelState]
+
+class FallbackState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FALLBACK_STATE_UNSPECIFIED: _ClassVar[FallbackState]
+    FALLBACK_STATE_HEALTHY: _ClassVar[FallbackState]
+    FALLBACK_STATE_TRIPPED: _ClassVar[FallbackState]
+    FALLBACK_STATE_COOLING: _ClassVar[FallbackState]
 MODEL_STATE_UNSPECIFIED: ModelState
 MODEL_STATE_UNLOADED: ModelState
 MODEL_STATE_LOADING: ModelState
 MODEL_STATE_SERVING: ModelState
 MODEL_STATE_UNLOADING: ModelState
 MODEL_STATE_FAILED: ModelState
+FALLBACK_STATE_UNSPECIFIED: FallbackState
+FALLBACK_STATE_HEALTHY: FallbackState
+FALLBACK_STATE_TRIPPED: FallbackState
+FALLBACK_STATE_COOLING: FallbackState
 
 class SwitchPrecisionRequest(_message.Message):
-    __slots__ = ("model", "mode", "in_flight", "wait")
+    __slots__ = ("model", "mode", "in_flight", "wait", "pin")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
     model: str
     mode: _common_pb2.PrecisionMode
     in_flight: _common_pb2.InFlight
     wait: bool
-    def __init__(self, model: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., in_flight: _Optional[_Union[_common_pb2.InFlight, str]] = ..., wait: _Optional[bool] = ...) -> None: ...
+    pin: bool
+    def __init__(self, model: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., in_flight: _Optional[_Union[_common_pb2.InFlight, str]] = ..., wait: _Optional[bool] = ..., pin: _Optional[bool] = ...) -> None: ...
 
 class SwitchPrecisionResponse(_message.Message):
     __slots__ = ("model", "from_mode", "to_mode", "generation", "resident", "done", "flip_us", "prepare_ms", "total_ms")
@@ -298,6 +311,92 @@ class UnloadModelResponse(_message.Message):
     aborted_requests: int
     unload_ms: float
     def __init__(self, model: _Optional[str] = ..., aborted_requests: _Optional[int] = ..., unload_ms: _Optional[float] = ...) -> None: ...
+
+class GetNoiseRequest(_message.Message):
+    __slots__ = ("model", "samples")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    samples: int
+    def __init__(self, model: _Optional[str] = ..., samples: _Optional[int] = ...) -> None: ...
+
+class GetNoiseResponse(_message.Message):
+    __slots__ = ("model", "generation", "reference", "modes", "fallback", "lowered", "pin", "escalated_requests")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    MODES_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_FIELD_NUMBER: _ClassVar[int]
+    LOWERED_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    ESCALATED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    generation: int
+    reference: _common_pb2.PrecisionMode
+    modes: _containers.RepeatedCompositeFieldContainer[ModeNoise]
+    fallback: _common_pb2.PrecisionMode
+    lowered: bool
+    pin: _common_pb2.PrecisionMode
+    escalated_requests: int
+    def __init__(self, model: _Optional[str] = ..., generation: _Optional[int] = ..., reference: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., modes: _Optional[_Iterable[_Union[ModeNoise, _Mapping]]] = ..., fallback: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., lowered: _Optional[bool] = ..., pin: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., escalated_requests: _Optional[int] = ...) -> None: ...
+
+class ModeNoise(_message.Message):
+    __slots__ = ("mode", "state", "cause", "trips", "threshold", "samples", "mean_kl", "low", "high", "p50", "p90", "p99", "agreement", "total_samples", "non_finite", "evidence", "evidence_needed", "entropy", "margin", "unique_ngrams", "latest")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    TRIPS_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    MEAN_KL_FIELD_NUMBER: _ClassVar[int]
+    LOW_FIELD_NUMBER: _ClassVar[int]
+    HIGH_FIELD_NUMBER: _ClassVar[int]
+    P50_FIELD_NUMBER: _ClassVar[int]
+    P90_FIELD_NUMBER: _ClassVar[int]
+    P99_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    NON_FINITE_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    ENTROPY_FIELD_NUMBER: _ClassVar[int]
+    MARGIN_FIELD_NUMBER: _ClassVar[int]
+    UNIQUE_NGRAMS_FIELD_NUMBER: _ClassVar[int]
+    LATEST_FIELD_NUMBER: _ClassVar[int]
+    mode: _common_pb2.PrecisionMode
+    state: FallbackState
+    cause: str
+    trips: int
+    threshold: float
+    samples: int
+    mean_kl: float
+    low: float
+    high: float
+    p50: float
+    p90: float
+    p99: float
+    agreement: float
+    total_samples: int
+    non_finite: int
+    evidence: float
+    evidence_needed: float
+    entropy: float
+    margin: float
+    unique_ngrams: float
+    latest: _containers.RepeatedCompositeFieldContainer[NoisePoint]
+    def __init__(self, mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., state: _Optional[_Union[FallbackState, str]] = ..., cause: _Optional[str] = ..., trips: _Optional[int] = ..., threshold: _Optional[float] = ..., samples: _Optional[int] = ..., mean_kl: _Optional[float] = ..., low: _Optional[float] = ..., high: _Optional[float] = ..., p50: _Optional[float] = ..., p90: _Optional[float] = ..., p99: _Optional[float] = ..., agreement: _Optional[float] = ..., total_samples: _Optional[int] = ..., non_finite: _Optional[int] = ..., evidence: _Optional[float] = ..., evidence_needed: _Optional[float] = ..., entropy: _Optional[float] = ..., margin: _Optional[float] = ..., unique_ngrams: _Optional[float] = ..., latest: _Optional[_Iterable[_Union[NoisePoint, _Mapping]]] = ...) -> None: ...
+
+class NoisePoint(_message.Message):
+    __slots__ = ("time", "kl", "agrees", "generation")
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    KL_FIELD_NUMBER: _ClassVar[int]
+    AGREES_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    time: _timestamp_pb2.Timestamp
+    kl: float
+    agrees: bool
+    generation: int
+    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., kl: _Optional[float] = ..., agrees: _Optional[bool] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class GetHistoryRequest(_message.Message):
     __slots__ = ("model", "limit")

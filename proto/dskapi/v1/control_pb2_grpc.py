@@ -69,6 +69,11 @@ class ControlStub:
                 request_serializer=dskapi_dot_v1_dot_control__pb2.UnloadModelRequest.SerializeToString,
                 response_deserializer=dskapi_dot_v1_dot_control__pb2.UnloadModelResponse.FromString,
                 _registered_method=True)
+        self.GetNoise = channel.unary_unary(
+                '/dskapi.v1.Control/GetNoise',
+                request_serializer=dskapi_dot_v1_dot_control__pb2.GetNoiseRequest.SerializeToString,
+                response_deserializer=dskapi_dot_v1_dot_control__pb2.GetNoiseResponse.FromString,
+                _registered_method=True)
         self.GetHistory = channel.unary_unary(
                 '/dskapi.v1.Control/GetHistory',
                 request_serializer=dskapi_dot_v1_dot_control__pb2.GetHistoryRequest.SerializeToString,
@@ -134,6 +139,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetNoise(self, request, context):
+        """How far the answers of a model are from its reference, and what was done about it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetHistory(self, request, context):
         """What was changed, when, by whom and how it ended; newest first.
         """
@@ -185,6 +197,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.UnloadModel,
                     request_deserializer=dskapi_dot_v1_dot_control__pb2.UnloadModelRequest.FromString,
                     response_serializer=dskapi_dot_v1_dot_control__pb2.UnloadModelResponse.SerializeToString,
+            ),
+            'GetNoise': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetNoise,
+                    request_deserializer=dskapi_dot_v1_dot_control__pb2.GetNoiseRequest.FromString,
+                    response_serializer=dskapi_dot_v1_dot_control__pb2.GetNoiseResponse.SerializeToString,
             ),
             'GetHistory': grpc.unary_unary_rpc_method_handler(
                     servicer.GetHistory,
@@ -386,6 +403,33 @@ class Control:
             '/dskapi.v1.Control/UnloadModel',
             dskapi_dot_v1_dot_control__pb2.UnloadModelRequest.SerializeToString,
             dskapi_dot_v1_dot_control__pb2.UnloadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetNoise(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dskapi.v1.Control/GetNoise',
+            dskapi_dot_v1_dot_control__pb2.GetNoiseRequest.SerializeToString,
+            dskapi_dot_v1_dot_control__pb2.GetNoiseResponse.FromString,
             options,
             channel_credentials,
             insecure,
