@@ -32,6 +32,7 @@ from dskd.manager.manager import QuantizerManager
 from dskd.manager.proof import Prover
 from dskd.manager.state_file import Committed
 from dskd.manager.types import SwitchReport
+from dskd.monitor.config import MonitorConfig
 from dskd.units import ByteSize
 from dskquant import golden
 from dskquant.divergence import Divergence
@@ -48,6 +49,9 @@ WEIGHTS = "0" * 64
 """What a store says is the digest of its weights."""
 LONG_AGO, NEVER = 0.0, 1e6
 """Seconds an unused mode is kept."""
+
+UNMEASURED = MonitorConfig(share=0.0)
+"""No two modes of the toy model ever agree, which is nothing to act upon."""
 
 TOY_PROOF = ProofConfig(max_kl=20.0, min_agreement=0.0)
 """Modes of the toy model differ by a few nats."""
@@ -173,7 +177,9 @@ def store(tmp_path: Path) -> Path:
 
 
 def new_manager(store: Path, engine: ToyEngine, events: EventBus, history: History, **config: Any) -> QuantizerManager:
-    model = ModelConfig(store, **{"kv_cache_bytes": ByteSize(1 << 20), "proof": TOY_PROOF, **config})
+    model = ModelConfig(
+        store, **{"kv_cache_bytes": ByteSize(1 << 20), "proof": TOY_PROOF, "monitor": UNMEASURED, **config}
+    )
     return QuantizerManager("m", model, SchedulerConfig(), engine, state_file_of(store).parent, events, history)
 
 

@@ -72,7 +72,10 @@ def test_the_exit_codes_are_those_of_dskctl() -> None:
 def problems_of(toml: str) -> tuple[str, ...]:
     config, typed_toml = importlib.import_module("dskd.config"), importlib.import_module("dskd.typed_toml")
     try:
-        config.build_config(tomli.loads(toml), Path("/"))
+        if "model" in (table := tomli.loads(toml)):
+            importlib.import_module("dskd.quant_config").parse(toml, "example", Path("/"))
+        else:
+            config.build_config(table, Path("/"))
     except typed_toml.ConfigError as error:
         return tuple(error.problems)
     return ()
@@ -81,7 +84,7 @@ def problems_of(toml: str) -> tuple[str, ...]:
 def test_the_configuration_examples_are_valid_but_for_their_files() -> None:
     examples = re.findall(r"^```toml\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     problems = [problem for example in examples for problem in problems_of(example)]
-    assert len(examples) == 2
+    assert len(examples) == 3
     assert all("no file" in problem for problem in problems), problems
 
 
@@ -91,7 +94,11 @@ def test_the_configuration_table_has_every_key_in_order() -> None:
         "server": config.ServerConfig,
         "server.tls": config.TlsConfig,
         "scheduler": config.SchedulerConfig,
+        "watch": config.WatchConfig,
         "log": config.LogConfig,
+        "metrics": config.MetricsConfig,
+        "monitor": config.MonitorConfig,
+        "monitor.threshold": importlib.import_module("dskd.monitor.config").ThresholdConfig,
         "models.NAME": config.ModelConfig,
         "models.NAME.proof": config.ProofConfig,
     }

@@ -70,18 +70,24 @@ def build_parser() -> argparse.ArgumentParser:
 def _serve(config_path: Path | None, options: argparse.Namespace) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the C core writes to standard error, past our log
     # Imported here: `dskd doctor` has to work where the engines are not installed.
+    from prometheus_client import CollectorRegistry
+
     from dskd.listen import StartupError
     from dskd.log import configure_logging
     from dskd.manager.history import History
     from dskd.model_host import host_factory
+    from dskd.monitor.metrics import EventMetrics
     from dskd.server import serve
 
     config = load_config(config_path, _overrides(options))
     configure_logging(config.log)
     try:
-        make_host = host_factory(config)  # from here on no other daemon writes into the state directory
+        figures = CollectorRegistry()
+        make_host = host_factory(
+            config, EventMetrics(figures)
+        )  # from here on no other daemon writes into the state directory
         history = History(config.server.state_dir / HISTORY)
-        return asyncio.run(_live(serve(config, make_host, history)))
+        return asyncio.run(_live(serve(config, make_host, history, figures)))
     except StartupError as error:
         print(f"dskd: {error}", file=sys.stderr)
         return FAILED

@@ -13,6 +13,8 @@ from dskd.manager.events import EventBus
 from dskd.manager.history import History
 from dskd.manager.manager import QuantizerManager
 from dskd.manager.types import Change, ChangeReport, ManagerSnapshot, SwitchReport
+from dskd.monitor.metrics import EventMetrics
+from dskd.monitor.types import NoiseSnapshot
 from dskd.text.tokenizer import TextCodec
 from dskquant.engines import load_engine
 from dskquant.modes import PrecisionMode
@@ -22,7 +24,7 @@ MODELS = "models"
 """Directory in the state directory with one for each model."""
 
 
-def host_factory(config: Config) -> HostFactory:
+def host_factory(config: Config, metrics: EventMetrics | None = None) -> HostFactory:
     """Makes the hosts of the models of a daemon that is configured by `config`, and holds its state directory.
 
     Raises StartupError when another daemon holds it.
@@ -30,7 +32,7 @@ def host_factory(config: Config) -> HostFactory:
     state_lock.hold(config.server.state_dir)
 
     def make_host(name: str, model: ModelConfig, events: EventBus, history: History) -> ModelHost:
-        return StoredModelHost(name, model, config, events, history)
+        return StoredModelHost(name, model, config, events, history, metrics)
 
     return make_host
 
@@ -38,7 +40,15 @@ def host_factory(config: Config) -> HostFactory:
 class StoredModelHost:
     """A model of a store directory."""
 
-    def __init__(self, name: str, model: ModelConfig, config: Config, events: EventBus, history: History) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: ModelConfig,
+        config: Config,
+        events: EventBus,
+        history: History,
+        metrics: EventMetrics | None,
+    ) -> None:
         self._store = model.path
         self._manager = QuantizerManager(
             name,
@@ -48,6 +58,8 @@ class StoredModelHost:
             config.server.state_dir / MODELS / name,
             events,
             history,
+            config.monitor,
+            metrics,
         )
 
     async def load(self) -> None:
@@ -61,8 +73,13 @@ class StoredModelHost:
     def snapshot(self) -> ManagerSnapshot:
         return self._manager.snapshot()
 
-    async def switch(self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool) -> SwitchReport:
-        return await self._manager.switch(mode, in_flight, actor, wait)
+    async def switch(
+        self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool, pin: bool = False
+    ) -> SwitchReport:
+        return await self._manager.switch(mode, in_flight, actor, wait, pin)
+
+    def noise(self, samples: int) -> NoiseSnapshot:
+        return self._manager.noise(samples)
 
     async def apply(self, change: Change, actor: str, *, dry_run: bool, wait: bool) -> ChangeReport:
         return await self._manager.apply(change, actor, dry_run=dry_run, wait=wait)

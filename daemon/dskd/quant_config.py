@@ -12,21 +12,28 @@
     match = "*.down_proj.weight"
     precision = "int8"
 
+    [monitor]                         # optional: keys of [monitor] that are different for this model
+    scope = "request"
+    threshold.int4 = 0.3
+
 They come from the watched directory, from `dskctl apply` and over RPC, and mean the same everywhere.
 """
 
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import tomli
 
+from dskd import typed_json
 from dskd.engine.request import InFlight
 from dskd.manager.types import Change, SetReference
+from dskd.monitor.config import MonitorConfig
 from dskd.typed_toml import Builder, ConfigError, OneOf
 from dskd.units import format_bytes
 from dskquant.modes import PrecisionMode
@@ -66,6 +73,7 @@ class QuantConfig:
     in_flight: InFlight | None = None
     params: ParamsConfig | None = None
     layers: tuple[LayerRule, ...] = ()  # the last one that matches a layer wins
+    monitor: Mapping[str, Any] = field(default_factory=dict)  # as the file has it; see `overridden`
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,22 @@ class _LayerTable:
         return LayerRule(self.match, PrecisionMode(self.precision))
 
 
+def _partial(cls: type[Any]) -> Any:
+    """Like the dataclass `cls`, but every key may be missing, in tables inside it too, and each is checked alone."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    items = [(name, _partial_hint(hint) | None, field(default=None)) for name, hint in hints.items()]
+    return make_dataclass(f"Partial{cls.__name__}", items, frozen=True)
+
+
+def _partial_hint(hint: Any) -> Any:
+    options = typing.get_args(hint) or (hint,)  # of X | None, that are X and None
+    tables = [option for option in options if isinstance(option, type) and is_dataclass(option)]
+    return _partial(tables[0]) if tables else hint
+
+
+_PartialMonitor = _partial(MonitorConfig)
+
+
 @dataclass(frozen=True, slots=True)
 class _Tables:
     """A whole file."""
@@ -89,6 +113,7 @@ class _Tables:
     in_flight: InFlight | None = None
     params: ParamsConfig | None = None
     layers: tuple[_LayerTable, ...] = ()
+    monitor: _PartialMonitor | None = None  # type: ignore[valid-type]  # checked by it, kept as the file has it
 
     def problems(self) -> Problems:
         if not self.model:
@@ -121,7 +146,8 @@ def from_table(table: Mapping[str, Any], base: Path) -> QuantConfig:
     if builder.problems:
         raise ConfigError(builder.problems)
     rules = tuple(layer.rule for layer in tables.layers)
-    return QuantConfig(tables.model, tables.precision, tables.in_flight, tables.params, rules)
+    monitor = table.get("monitor", {})
+    return QuantConfig(tables.model, tables.precision, tables.in_flight, tables.params, rules, monitor)
 
 
 def to_table(config: QuantConfig) -> dict[str, Any]:
@@ -135,13 +161,15 @@ def to_table(config: QuantConfig) -> dict[str, Any]:
         table["params"] = {"file": str(config.params.file), "sha256": config.params.sha256}
     if config.layers:
         table["layers"] = [{"match": rule.match, "precision": rule.precision.value} for rule in config.layers]
+    if config.monitor:
+        table["monitor"] = dict(config.monitor)
     return table
 
 
 def merge(configs: Sequence[tuple[str, QuantConfig]]) -> QuantConfig:
     """The configs of one model as one, as in a `.d` directory: in the order of their file names.
 
-    Later files override single keys (`params` as a whole); layer rules are concatenated.
+    Later files override single keys (`params` as a whole, `monitor` key by key); layer rules are concatenated.
     Raises ValueError when there is none, or when they are of several models.
     """
     ordered = [config for _, config in sorted(configs, key=lambda item: item[0])]
@@ -155,8 +183,38 @@ def merge(configs: Sequence[tuple[str, QuantConfig]]) -> QuantConfig:
             in_flight=config.in_flight or merged.in_flight,
             params=config.params or merged.params,
             layers=merged.layers + config.layers,
+            monitor=_merged(merged.monitor, config.monitor),
         )
     return merged
+
+
+def overridden(base: MonitorConfig, table: Mapping[str, Any]) -> MonitorConfig:
+    """`base` with the keys in `table`, the [monitor] of a quant config; tables inside it are merged key by key.
+
+    Raises ConfigError with all problems: keys that do not fit together, or that are missing beside others.
+    """
+    builder = Builder(Path.cwd())
+    config = builder.build(MonitorConfig, _merged(_without_none(typed_json.dump(base)), table), "monitor")
+    if builder.problems:
+        raise ConfigError(builder.problems)
+    return config
+
+
+def _merged(table: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(table)
+    for key, value in over.items():
+        former = merged.get(key, {})
+        merged[key] = _merged(former, value) if isinstance(value, Mapping) else value
+    return merged
+
+
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    """TOML has no null."""
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) else value
+        for key, value in table.items()
+        if value is not None
+    }
 
 
 def difference(before: QuantConfig | None, after: QuantConfig | None, default_mode: PrecisionMode) -> Change:
@@ -165,11 +223,13 @@ def difference(before: QuantConfig | None, after: QuantConfig | None, default_mo
     A key that is gone is taken back: to the set of the model's own store, no layer rules, the default mode.
     """
     old, new = before or QuantConfig(""), after or QuantConfig("")
-    mode = parameters = layers = None
+    mode = parameters = layers = monitor = None
     if new.precision is not old.precision:
         mode = new.precision or default_mode
     if new.params != old.params:
         parameters = new.params.reference if new.params else SetReference(None)
     if new.layers != old.layers:
         layers = new.layers
-    return Change(mode, parameters, layers, new.in_flight or InFlight.MIGRATE)
+    if new.monitor != old.monitor:
+        monitor = new.monitor
+    return Change(mode, parameters, layers, new.in_flight or InFlight.MIGRATE, monitor)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
 
 import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
 
 from dskapi.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from dskd import systemd
@@ -19,6 +21,8 @@ from dskd.host import HostFactory
 from dskd.listen import bind
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
+from dskd.monitor.metrics import ModelCollector, ModelFigures
+from dskd.monitor.metrics_server import MetricsServer
 from dskd.registry import ModelRegistry
 from dskd.rpc.control import DAEMON_STOPPED, ControlService
 from dskd.rpc.gate import Gate
@@ -51,8 +55,14 @@ SERVICES = (
 class Daemon:
     """One daemon; `run` is its whole life. Make it inside a running event loop."""
 
-    def __init__(self, config: Config, make_host: HostFactory, history: History | None = None) -> None:
-        """Without `history` one is kept in memory alone."""
+    def __init__(
+        self,
+        config: Config,
+        make_host: HostFactory,
+        history: History | None = None,
+        figures: CollectorRegistry | None = None,
+    ) -> None:
+        """Without `history` one is kept in memory alone; `figures` are what `[metrics] listen` answers with."""
         self.config = config
         self.events = EventBus()
         self.history = history or History()
@@ -63,6 +73,8 @@ class Daemon:
         self._inference = InferenceService(self.registry, self._gate)
         self._watcher = self._make_watcher()
         self._watching: asyncio.Task[None] | None = None
+        self._figures = figures or CollectorRegistry()
+        self._metrics: MetricsServer | None = None
         self._server = self._make_server()
         self._stop_asked = asyncio.Event()
         self._force_asked = asyncio.Event()
@@ -99,6 +111,7 @@ class Daemon:
         for name, model in self.config.models.items():
             if model.load:
                 self.registry.start_load(name, "config")
+        self._start_metrics()
         if self._watcher:
             self._watching = asyncio.create_task(self._watcher.run(), name="watch")
         log.info("listening", addresses=[str(address) for address in self.addresses])
@@ -117,6 +130,8 @@ class Daemon:
         await self._server.stop(0 if forced else LAST_WORDS_S)
         self._inference.close()
         await _end(self._readiness)
+        if self._metrics:
+            await asyncio.to_thread(self._metrics.stop)
         log.info("stopped", forced=forced)
         return FORCED if forced else CLEAN
 
@@ -152,6 +167,20 @@ class Daemon:
             status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
             await self._health.set(service, status)
 
+    def _start_metrics(self) -> None:
+        if self.config.metrics.listen is None:
+            return
+        self._figures.register(ModelCollector(self._model_figures, asyncio.get_running_loop()))
+        self._metrics = MetricsServer(self.config.metrics.listen, self._figures)
+        log.info("metrics", address=str(self._metrics.start()))
+
+    def _model_figures(self) -> Iterator[ModelFigures]:
+        for entry in self.registry.entries():
+            host = entry.host
+            yield ModelFigures(
+                entry.name, entry.state.value, host.snapshot() if host else None, host.noise(0) if host else None
+            )
+
     def _make_watcher(self) -> Watcher | None:
         if self.config.watch.directory is None:
             return None
@@ -169,7 +198,8 @@ class Daemon:
             ],
         )
         watched = self.config.watch.directory
-        control = ControlService(self.config.server, self.registry, self.events, self.history, watched)
+        config = self.config
+        control = ControlService(config.server, config.monitor, self.registry, self.events, self.history, watched)
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
         control_pb2_grpc.add_ControlServicer_to_server(control, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -184,12 +214,12 @@ async def _end(task: asyncio.Task[None] | None) -> None:
             await task
 
 
-async def serve(config: Config, make_host: HostFactory, history: History) -> int:
+async def serve(config: Config, make_host: HostFactory, history: History, figures: CollectorRegistry) -> int:
     """Runs a daemon that obeys signals: SIGTERM and SIGINT stop it, a second one at once; SIGHUP rescans.
 
     Returns the exit code.
     """
-    daemon = Daemon(config, make_host, history)
+    daemon = Daemon(config, make_host, history, figures)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, daemon.stop)

@@ -14,6 +14,8 @@ from dskd import durable, typed_json
 from dskd.manager.types import HistoryEntry
 
 KEPT_ENTRIES = 10_000
+LONGEST_REASON = 2_000
+"""Characters; what is wrong with a file may quote megabytes of it."""
 
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 
@@ -32,9 +34,9 @@ class History:
         self._last_sequence = max((entry.sequence for entry in self._entries), default=0)
 
     def append(self, entry: HistoryEntry) -> HistoryEntry:
-        """Numbers and keeps `entry`, on disk when it returns; returns the numbered one."""
+        """Numbers and keeps `entry`, a long reason cut, on disk when it returns; returns it as it is kept."""
         self._last_sequence += 1
-        numbered = replace(entry, sequence=self._last_sequence)
+        numbered = replace(entry, sequence=self._last_sequence, reason=_cut(entry.reason))
         self._entries.append(numbered)
         if self._path is not None:
             self._write(self._path, numbered)
@@ -69,6 +71,10 @@ class History:
         self._entries.extend(_read_lines(path, lines))
         if len(lines) > 2 * KEPT_ENTRIES:
             _shorten(path, lines)
+
+
+def _cut(reason: str) -> str:
+    return reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]}..."
 
 
 def _line(entry: HistoryEntry) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import structlog
 
 from dskd import memory
 from dskd.config import ModelConfig, SchedulerConfig
-from dskd.engine.request import GenerationRequest, InFlight, LoopSnapshot, StepOutput
+from dskd.engine.request import GenerationRequest, InFlight, LoopSnapshot, Observation, StepOutput
 from dskd.engine.step_loop import StepLoop
 from dskd.errors import EXPECTED_ERRORS, FailedPreconditionError
 from dskd.manager.answers import AnswerQueues
@@ -23,6 +24,7 @@ from dskd.manager.events import EventBus
 from dskd.manager.generation import Generation
 from dskd.manager.history import History
 from dskd.manager.journal import Journal
+from dskd.manager.monitored import ManagedModel
 from dskd.manager.proof import Prover
 from dskd.manager.residency import Residency, Retention
 from dskd.manager.start import StartingPoint, starting_points
@@ -37,6 +39,11 @@ from dskd.manager.types import (
     ModeState,
     SwitchReport,
 )
+from dskd.monitor.config import MonitorConfig
+from dskd.monitor.metrics import EventMetrics
+from dskd.monitor.monitor import NoiseMonitor
+from dskd.monitor.types import NoiseSnapshot
+from dskd.quant_config import overridden
 from dskquant import golden
 from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
 from dskquant.errors import QuantError
@@ -64,12 +71,16 @@ class QuantizerManager:
         state_dir: Path,
         events: EventBus,
         history: History,
+        monitor: MonitorConfig | None = None,
+        metrics: EventMetrics | None = None,
     ) -> None:
         """`state_dir` is the model's own: its committed state and the parameter sets it may serve are kept there."""
         self._name = name
         self._config = config
         self._scheduler = scheduler
         self._engine = engine
+        self._monitor_base = config.monitor or monitor or MonitorConfig()
+        self._metrics = metrics
         self._state_dir = state_dir
         self._events = events
         self._journal = Journal(name, events, history)
@@ -85,7 +96,8 @@ class QuantizerManager:
         depot = SetDepot(self._state_dir / SETS)
         catalogue = await asyncio.to_thread(Catalogue, store, depot, self._engine.name, options)
         prompts = await asyncio.to_thread(golden.read, store)
-        builder = Builder(self._engine, store, options, Prover(prompts, self._engine, config.proof))
+        prover = Prover(prompts, self._engine, config.proof)
+        builder = Builder(self._engine, store, options, prover)
         self._residency = Residency(self._name, builder, self._events)
         try:
             serving, last_number = await self._start_with_the_best(catalogue)
@@ -105,9 +117,32 @@ class QuantizerManager:
             self._journal,
             serving,
             last_number,
+            self._follow,
         )
+        target = ManagedModel(self._transitions, self._residency, self._loop, self._journal, prover.has_reference)
+        self._monitored_by = self._monitor_config()
+        self._monitor = NoiseMonitor(self._name, self._monitored_by, target, metrics=self._metrics)
+        self._asyncio = asyncio.get_running_loop()
+        self._monitoring = asyncio.create_task(self._monitor.run(), name=f"monitor {self._name}")
         retention = Retention(config.resident, config.on_demand_ttl_s, config.keep_previous_s)
         self._spawn(self._residency.release_unused(retention))
+
+    def _monitor_config(self) -> MonitorConfig:
+        """What the configuration says, and over it what quant configs say."""
+        table = self._transitions.serving.monitor
+        return overridden(self._monitor_base, json.loads(table)) if table else self._monitor_base
+
+    def _follow(self) -> None:
+        """Something was committed."""
+        config = self._monitor_config()
+        if config != self._monitored_by:
+            self._monitored_by = config
+            self._monitor.configure(config)
+        self._monitor.renew()
+
+    def _observe(self, observations: list[Observation]) -> None:
+        """What the step loop measures, on its thread or the one beside it."""
+        self._asyncio.call_soon_threadsafe(self._monitor.observe, observations)
 
     async def _start_with_the_best(self, catalogue: Catalogue) -> tuple[Serving, int]:
         """Builds what was committed last; what stands in its way is told loudly, and the next best one serves."""
@@ -128,7 +163,8 @@ class QuantizerManager:
         mode = await self._bring_back(generation, point.mode)
         others = [kept for kept in point.kept if kept.number != generation.number]
         kept = (kept_now(generation, self._residency), *others)[: self._config.keep_generations]
-        return Serving(generation, mode, kept), last_number
+        pinned = point.pinned and mode is point.mode
+        return Serving(generation, mode, kept, pinned, point.monitor), last_number
 
     async def _bring_back(self, generation: Generation, committed: PrecisionMode) -> PrecisionMode:
         """Builds the committed mode; when that cannot be, the default mode serves instead."""
@@ -170,6 +206,7 @@ class QuantizerManager:
             mode=serving.mode,
             generation=serving.generation.number,
             deliver=self._answers.deliver,
+            observe=self._observe,
         )
         self._loop.start()
         self._residency.serve(serving.generation)
@@ -186,6 +223,9 @@ class QuantizerManager:
         """
         self._transitions.close()
         aborted = await asyncio.wrap_future(self._loop.drain(grace_s))
+        self._monitoring.cancel()
+        await asyncio.wait([self._monitoring])
+        self._monitor.close()
         await self._residency.settle()
         while self._background:
             await asyncio.wait(self._background)
@@ -214,6 +254,7 @@ class QuantizerManager:
             finally:
                 if not ended:
                     self._loop.cancel(request.request_id)
+                self._monitor.forget(request.request_id)
 
     async def _submit(self, request: GenerationRequest) -> None:
         self._transitions.require_open()
@@ -225,8 +266,12 @@ class QuantizerManager:
 
     # Changes
 
-    async def switch(self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool) -> SwitchReport:
+    async def switch(
+        self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool, pin: bool = False
+    ) -> SwitchReport:
         """Makes `mode` the one that serves; if it is not resident it is prepared first, while the old one serves on.
+
+        `pin` keeps it whatever the noise monitor says, until the next switch.
 
         A switch goes on when its caller goes away. Without `wait`, one that needs preparation is reported as not done.
         Raises FailedPreconditionError when it fails its proof or is overtaken by a later switch, ResourceExhaustedError
@@ -234,7 +279,7 @@ class QuantizerManager:
         """
         now = self._transitions.serving
         resident = self._residency.has(now.generation, mode)
-        plan = self._transitions.plan("switch", Change(mode, in_flight=in_flight), actor)
+        plan = self._transitions.plan("switch", Change(mode, in_flight=in_flight), actor, pin=pin)
         report = await self._enter(plan, wait or resident)
         commit_ms = report.phases_ms.get("commit", 0.0)
         prepare_ms = 0.0 if resident else report.total_ms - commit_ms
@@ -281,6 +326,10 @@ class QuantizerManager:
         return await asyncio.shield(work)
 
     # Display
+
+    def noise(self, samples: int) -> NoiseSnapshot:
+        """What the noise monitor knows, with the latest `samples` scored tokens of each mode."""
+        return self._monitor.snapshot(samples)
 
     def snapshot(self) -> ManagerSnapshot:
         """State for display."""

@@ -38,6 +38,11 @@ class Prover:
         self._engine = engine
         self._limits = limits
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether KL is measured against the reference itself, so that it says how noisy a mode is."""
+        return self._reference is not None
+
     def prove(self, graph: Graph) -> list[Proof]:
         """Runs `graph` in each mode, the most exact first, which also warms it up; leaves a scratch cache bound.
 
@@ -48,8 +53,8 @@ class Prover:
 
     def judge_change(self, before: Mapping[PrecisionMode, float], after: Collection[Proof]) -> None:
         """Raises FailedPreconditionError when a mode of a new generation is much noisier than it was before."""
-        if self._reference is None:
-            return  # what was measured against a stand-in is no scale
+        if not self.has_reference:
+            return
         worst = self._limits.max_worsening
         for proof in after:
             mode, kl = proof.mode.value, proof.divergence.mean_kl

@@ -87,6 +87,7 @@ class Residency:
         self._stirred = asyncio.Event()
         self._is_settling = False
         self._serving = 0  # number of the generation that serves
+        self._wanted: Counter[PrecisionMode] = Counter()
 
     # Display
 
@@ -176,6 +177,15 @@ class Residency:
             self._stirred.set()
 
     # Releasing
+
+    def want(self, mode: PrecisionMode) -> None:
+        """Keeps `mode` of the serving generation, whichever that is, from being released."""
+        self._wanted[mode] += 1
+
+    def want_no_longer(self, mode: PrecisionMode) -> None:
+        """Ends `want`."""
+        self._wanted[mode] -= 1
+        self._stirred.set()
 
     async def evict(self, generation: Generation, modes: frozenset[PrecisionMode]) -> None:
         """Closes quantized graphs at once, though requests use them: the loop is suspended until others take over."""
@@ -274,7 +284,8 @@ class Residency:
     def _nap(self, found: Installation, retention: Retention) -> float:
         """Seconds until an installation is to be looked at again; none are left for one that is to be released."""
         serves = found.generation == self._serving
-        if serves and any(mode in found.graph_id.modes for mode in retention.modes):
+        kept = {*retention.modes, *+self._wanted}
+        if serves and not kept.isdisjoint(found.graph_id.modes):
             return LONGEST_NAP_S
         last_use, now = self._residents[found.graph_id].last_use, time.monotonic()
         kept_s = retention.on_demand_s if serves else retention.previous_s

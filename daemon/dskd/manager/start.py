@@ -17,6 +17,8 @@ class StartingPoint:
     mode: PrecisionMode
     kept: tuple[KeptGeneration, ...] = ()
     last_number: int = 0  # of all generations there ever were
+    pinned: bool = False
+    monitor: str = ""  # see `Committed`
 
 
 def starting_points(states: Sequence[Committed], default_mode: PrecisionMode) -> list[StartingPoint]:
@@ -25,6 +27,9 @@ def starting_points(states: Sequence[Committed], default_mode: PrecisionMode) ->
     for state in states:
         mode = committed_mode(state, default_mode)
         for kept in sorted(state.kept, key=lambda kept: kept.number != state.generation):
-            points.setdefault(kept.hash, StartingPoint(kept, mode, state.kept, state.last_number))
+            is_pinned = state.pinned and mode is state.mode
+            point = StartingPoint(kept, mode, state.kept, state.last_number, is_pinned, state.monitor)
+            points.setdefault(kept.hash, point)
     last_number = max((state.last_number for state in states), default=0)
-    return [*points.values(), StartingPoint(None, default_mode, last_number=last_number)]
+    monitor = states[0].monitor if states else ""
+    return [*points.values(), StartingPoint(None, default_mode, last_number=last_number, monitor=monitor)]

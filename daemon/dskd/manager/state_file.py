@@ -50,6 +50,8 @@ class Committed:
     last_number: int  # the highest a generation had so far
     kept: tuple[KeptGeneration, ...]  # the active one and those to roll back to; newest commit first
     change: HistoryEntry | None  # that led here
+    pinned: bool = False  # the mode, by an operator
+    monitor: str = ""  # what quant configs say of the noise monitor: a JSON object
 
     def __post_init__(self) -> None:
         numbers = [generation.number for generation in self.kept]

@@ -8,6 +8,7 @@ come back if the new ones are refused.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,8 @@ class Serving:
     generation: Generation
     mode: PrecisionMode
     kept: tuple[KeptGeneration, ...]
+    pinned: bool = False  # the mode, by an operator: whatever the noise monitor says
+    monitor: str = ""  # what quant configs say of the noise monitor: a JSON object
 
 
 @dataclass(slots=True)
@@ -45,6 +48,7 @@ class Plan:
     change: Change
     entry: HistoryEntry
     returns_to: KeptGeneration | None = None  # a rollback
+    pin: bool = False  # the mode it asks for
     mode_ticket: int = 0  # its place in the order in which modes were asked for
     overtaking: Overtaking = field(default_factory=Overtaking)
     target: Generation | None = None  # set when it is validated; a mere switch of the mode has none
@@ -77,8 +81,11 @@ class Transitions:
         journal: Journal,
         serving: Serving,
         last_number: int,
+        on_commit: Callable[[], None],
     ) -> None:
+        """`on_commit` is called when `serving` has changed."""
         self.serving = serving
+        self._on_commit = on_commit
         self._model = model
         self._config = config
         self._catalogue = catalogue
@@ -107,7 +114,9 @@ class Transitions:
 
     # Asked for
 
-    def plan(self, kind: str, change: Change, actor: str, returns_to: KeptGeneration | None = None) -> Plan:
+    def plan(
+        self, kind: str, change: Change, actor: str, returns_to: KeptGeneration | None = None, pin: bool = False
+    ) -> Plan:
         """A change that is not asked for yet: see `try_out` and `enter`."""
         now = self.serving
         entry = HistoryEntry(
@@ -120,7 +129,7 @@ class Transitions:
             from_generation=now.generation.number,
             in_flight=change.in_flight,
         )
-        return Plan(change, entry, returns_to)
+        return Plan(change, entry, returns_to, pin)
 
     def kept(self, number: int | None) -> KeptGeneration:
         """The kept generation of that number; None: the one that served before the present one.
@@ -217,7 +226,9 @@ class Transitions:
 
     def _is_served(self, plan: Plan) -> bool:
         same_mode = plan.change.mode in (None, self.serving.mode)
-        return same_mode and (plan.target is None or plan.target.hash == self.serving.generation.hash)
+        same_monitor = self._monitor_of(plan) == self.serving.monitor
+        same_weights = plan.target is None or plan.target.hash == self.serving.generation.hash
+        return same_mode and same_monitor and same_weights
 
     # Built
 
@@ -291,11 +302,14 @@ class Transitions:
             await self._residency.ensure(generation, mode)  # another change may have been committed meanwhile
             entry = self._entry(plan, mode, generation)
             kept = self._kept_with(generation) if plan.is_swap else self.serving.kept
-            await self._make_durable(mode, generation, kept, entry)
+            pinned = self.serving.pinned if plan.change.mode is None else plan.pin and mode is plan.change.mode
+            serving = Serving(generation, mode, kept, pinned, self._monitor_of(plan))
+            await self._make_durable(serving, entry)
             flip = await asyncio.wrap_future(self._loop.flip(mode, generation.number, plan.change.in_flight))
             self._residency.serve(generation)
-        self.serving = Serving(generation, mode, kept)
+        self.serving = serving
         self._committed_mode_ticket = max(self._committed_mode_ticket, plan.mode_ticket)
+        self._on_commit()
         plan.spend({"commit": _ms_since(began)})
         self._journal.note(replace(entry, flip_us=flip.microseconds, phases_ms=plan.phases_ms))
         if plan.is_swap:
@@ -311,6 +325,12 @@ class Transitions:
             return serving
         raise FailedPreconditionError(wanted.value, f"overtaken by a later switch to {serving.value}")
 
+    def _monitor_of(self, plan: Plan) -> str:
+        wanted = plan.change.monitor
+        if wanted is None:
+            return self.serving.monitor
+        return json.dumps(wanted, sort_keys=True) if wanted else ""
+
     def _kept_with(self, generation: Generation) -> tuple[KeptGeneration, ...]:
         others = [kept for kept in self.serving.kept if kept.number != generation.number]
         return (kept_now(generation, self._residency), *others)[: self._config.keep_generations]
@@ -319,10 +339,17 @@ class Transitions:
         newest = self._newest_swap.target if self._newest_swap else None
         return frozenset({newest.parameters.hash} if newest else ())
 
-    async def _make_durable(
-        self, mode: PrecisionMode, generation: Generation, kept: tuple[KeptGeneration, ...], entry: HistoryEntry
-    ) -> None:
-        state = Committed(mode, self._config.default_mode, generation.number, self._last_number, kept, entry)
+    async def _make_durable(self, serving: Serving, entry: HistoryEntry) -> None:
+        state = Committed(
+            serving.mode,
+            self._config.default_mode,
+            serving.generation.number,
+            self._last_number,
+            serving.kept,
+            entry,
+            serving.pinned,
+            serving.monitor,
+        )
         try:
             await asyncio.to_thread(state.write, self._state_file)
         except OSError as error:

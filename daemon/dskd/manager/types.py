@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dskd.engine.request import InFlight, LoopSnapshot
 from dskquant.modes import PrecisionMode
@@ -28,6 +30,7 @@ class Change:
     parameters: SetReference | None = None
     layers: tuple[LayerRule, ...] | None = None
     in_flight: InFlight = InFlight.MIGRATE
+    monitor: Mapping[str, Any] | None = None  # [monitor] of a quant config: None keeps it, {} takes it back
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,8 @@ class ModeBoard:
             if observation.generation != self._generation or observation.mode not in self.watches:
                 continue
             if isinstance(observation, BlockScore):
-                self._take_score(observation, self._watches_for(observation.mode, record), now)
+                own = None if observation.is_probe else record  # the request was not served by what a probe scores
+                self._take_score(observation, self._watches_for(observation.mode, own), now)
             elif isinstance(observation, NonFinite):
                 self._take_non_finite(observation, self._watches_for(observation.mode, record))
             else:

@@ -10,7 +10,6 @@ from dskd.monitor.config import MonitorConfig
 from dskd.monitor.noise import NoiseWatch
 from dskd.monitor.policy import stand_in, target_of
 from dskd.monitor.rules import LoadState, is_above
-from dskd.monitor.states import Scope
 from dskd.monitor.types import Served
 from dskquant.modes import LADDER, PrecisionMode
 
@@ -89,7 +88,7 @@ def scoring_plan(
     reference = reference_of(served, config)
     if reference is None or not config.share:
         return None
-    probe = probe_of(served, config, watches, load) if config.scope is Scope.MODEL else None
+    probe = probe_of(served, config, watches, load)
     return ScoringPlan(reference, config.share, config.time_share, config.own_context, probe)
 
 

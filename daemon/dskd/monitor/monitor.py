@@ -21,7 +21,7 @@ from dskd.monitor.board import ModeBoard
 from dskd.monitor.choices import Replacement, replacement, scoring_plan, serving_modes
 from dskd.monitor.config import MonitorConfig
 from dskd.monitor.load import LoadKeeper
-from dskd.monitor.metrics import NoiseMetrics
+from dskd.monitor.metrics import EventMetrics
 from dskd.monitor.ready_modes import ReadyModes
 from dskd.monitor.request_book import RequestRecord
 from dskd.monitor.rules import is_above
@@ -42,7 +42,7 @@ class NoiseMonitor:
         config: MonitorConfig,
         target: MonitoredModel,
         clock: Callable[[], float] = time.monotonic,
-        metrics: NoiseMetrics | None = None,
+        metrics: EventMetrics | None = None,
     ) -> None:
         """`clock` is the one that the step loop dates tokens by."""
         self._model = model
@@ -142,17 +142,13 @@ class NoiseMonitor:
             self._record(account.SWITCH, account.COMMITTED, lowered.reason, served, lowered.before, lowered.after)
 
     def _count(self, observations: list[Observation]) -> None:
+        if self._metrics is None:
+            return
         for observation in observations:
-            if isinstance(observation, NonFinite):
-                self._log.warning(
-                    "logits not finite",
-                    request_id=observation.request_id,
-                    mode=observation.mode.value,
-                    generation=observation.generation,
-                    redone_in=observation.redone_in.value if observation.redone_in else "",
-                )
-            if self._metrics is not None and isinstance(observation, BlockScore):
-                self._metrics.count(self._model, observation)
+            if isinstance(observation, BlockScore):
+                self._metrics.count_score(self._model, observation)
+            elif isinstance(observation, NonFinite):
+                self._metrics.count_non_finite(self._model, observation)
 
     def _record(
         self, kind: str, outcome: str, reason: str, served: Served, before: PrecisionMode, after: PrecisionMode
@@ -166,10 +162,10 @@ class NoiseMonitor:
         if rules == self._rules:
             return
         fallback = _serving_fallback(rules)
-        is_raised = fallback is not None and fallback is not former
-        await self._target.set_rules(rules, is_raised and self._config.repair is Repair.REPREFILL)
+        is_new = fallback is not None and fallback is not former
+        await self._target.set_rules(rules, is_new and self._config.repair is Repair.REPREFILL)
         self._rules = rules
-        if is_raised and fallback is not None and not self._untold:  # no change of state tells of it
+        if is_new and fallback is not None and not self._untold:  # no change of state tells of it
             reason = f"{fallback.value} is the best there is in memory instead of a tripped mode"
             before = former or served.mode
             self._record(account.FALLBACK, account.COMMITTED, reason, served, before, fallback)
@@ -199,9 +195,9 @@ class NoiseMonitor:
             return
         for record in self._board.requests.tripped():
             instead = self._instead_of(record, served)
-            mode = instead.serving if instead is not None else None
-            if mode is None or not is_above(mode, record.escalated or instead.mode):
+            if instead is None or not is_above(instead.serving, record.escalated or instead.mode):
                 continue
+            mode = instead.serving
             is_open = await self._target.escalate(record.request_id, mode, self._config.repair is Repair.REPREFILL)
             if is_open:
                 record.escalated = mode

@@ -1,4 +1,4 @@
-"""What the noise monitor of a model knows, and what it may do. Frozen values for display, one protocol for the effects."""
+"""What the noise monitor of a model knows, and what it may do: frozen values for display, a protocol for effects."""
 
 from __future__ import annotations
 
