@@ -1,0 +1,1 @@
+"""Better scales, zero-points and codes than rounding to nearest gives, found with the help of a text."""
