@@ -161,6 +161,11 @@ class Bench:
     async def generations_of_an_answer(self) -> set[int]:
         return {token.generation for token in await self.answer()}
 
+    async def threshold(self) -> float | None:
+        """Of INT4, as of the next round of the monitor."""
+        await self.manager._monitor.decide()
+        return next((noise.threshold for noise in self.manager.noise(0).modes if noise.mode is INT4), None)
+
     async def until(self, kind: str, **fields: Any) -> Event:
         async for event in self.events:
             if event.kind == kind and fields.items() <= event.fields.items():
@@ -511,6 +516,31 @@ async def test_another_configuration_is_another_generation_of_the_same_set(store
         now = bench.manager.snapshot()
         assert (now.generation, now.parameter_set) == (3, applied.parameter_set)
         assert now.hash != applied.hash
+
+
+@asynchronous
+async def test_a_pin_holds_until_the_next_switch_and_over_a_restart(store: Path) -> None:
+    async with serving(store) as bench:
+        await bench.manager.switch(INT8, InFlight.MIGRATE, "test", wait=True, pin=True)
+        assert bench.manager.noise(0).pin is INT8
+        await bench.apply(2)
+    async with serving(store) as bench:
+        assert bench.manager.noise(0).pin is INT8
+        await bench.manager.switch(INT8, InFlight.MIGRATE, "test", wait=True)
+        assert bench.manager.noise(0).pin is None
+
+
+@asynchronous
+async def test_what_a_config_says_of_the_monitor_stays_until_it_is_taken_back(store: Path) -> None:
+    async with serving(store) as bench:
+        change = Change(monitor={"threshold": {"int4": 0.25}})
+        assert (await bench.manager.apply(change, "test", dry_run=False, wait=True)).changed
+        assert not (await bench.manager.apply(change, "test", dry_run=False, wait=True)).changed
+        assert await bench.threshold() == 0.25
+    async with serving(store) as bench:
+        assert await bench.threshold() == 0.25
+        await bench.manager.apply(Change(monitor={}), "test", dry_run=False, wait=True)
+        assert await bench.threshold() is None
 
 
 # Where memory is for one generation only

@@ -203,7 +203,9 @@ class ModelRegistry:
 
 
 def _committed(model: str, kind: str, actor: str, state: ManagerSnapshot) -> HistoryEntry:
-    return HistoryEntry(model, kind, actor, "committed", generation=state.generation, hash=state.hash)
+    return HistoryEntry(
+        model, kind, actor, "committed", generation=state.generation, hash=state.hash, parameter_set=state.parameter_set
+    )
 
 
 async def _outcome(task: asyncio.Task[T]) -> T:

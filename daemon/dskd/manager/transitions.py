@@ -174,11 +174,10 @@ class Transitions:
         try:
             self.require_open()
             await self._validate(plan)
-            if plan.is_swap and self._is_served(plan):
+            if plan.entry.kind != "switch" and self._is_served(plan):
                 return replace(self._report(plan), done=True)
             on_validated(self._report(plan))
-            in_place = plan.is_swap and self._config.swap is SwapPolicy.RESOURCE
-            return await (self._swap_in_place(plan) if in_place else self._change_beside(plan))
+            return await (self._swap_in_place(plan) if self._goes_in_place(plan) else self._change_beside(plan))
         except EXPECTED_ERRORS as error:
             self._journal.note(replace(self._entry(plan), outcome="rejected", reason=str(error)))
             raise
@@ -243,6 +242,10 @@ class Transitions:
         wanted |= {mode for mode in in_memory if mode not in QUANTIZED or requests.get(mode)}
         return [mode for mode in LADDER if mode in wanted]
 
+    def _goes_in_place(self, plan: Plan) -> bool:
+        is_other = plan.target is not None and plan.target.hash != self.serving.generation.hash
+        return is_other and self._config.swap is SwapPolicy.RESOURCE
+
     async def _change_beside(self, plan: Plan) -> ChangeReport:
         """Builds what is needed while the old serves on."""
         target, modes = plan.target or self.serving.generation, self._needed(plan)
@@ -263,8 +266,8 @@ class Transitions:
             old = self.serving.generation
             evicted = self._residency.modes_in_memory(old) & QUANTIZED
             self._require_room(plan, evicted)
-            await self._residency.evict(old, evicted)
             try:
+                await self._residency.evict(old, evicted)
                 for mode in self._needed(plan):
                     plan.spend(await self._residency.ensure(plan.target or old, mode, plan.overtaking))
                 return await self._commit(plan)
