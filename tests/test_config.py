@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from dskd import config as config_module
 from dskd.address import Address
-from dskd.config import Config, ModelConfig, WatchConfig, build_config, load_config
+from dskd.config import Config, MetricsConfig, ModelConfig, ProofConfig, WatchConfig, build_config, load_config
+from dskd.monitor.config import MonitorConfig
 from dskd.typed_toml import ConfigError
 from dskd.units import ByteSize, format_bytes
 from dskquant.modes import PrecisionMode
@@ -53,14 +54,20 @@ def test_the_example_shows_every_key_with_its_default(monkeypatch: pytest.Monkey
     table = tomli.loads(uncommented(ETC / "dskd.toml"))
     shown = build_config(table, ETC)
     assert shown == Config(
-        watch=WatchConfig(directory=ETC / "quant.d"), models={"smollm2": ModelConfig(path=ETC / "smollm2")}
+        watch=WatchConfig(directory=ETC / "quant.d"),
+        metrics=MetricsConfig(Address(host="127.0.0.1", port=9464)),
+        monitor=MonitorConfig(reference=PrecisionMode.FP32, prefill=PrecisionMode.INT8),
+        models={"smollm2": ModelConfig(path=ETC / "smollm2")},
     )
     assert set(table["server"]) | {"tls"} == {item.name for item in dataclasses.fields(shown.server)}
     assert set(table["scheduler"]) == {item.name for item in dataclasses.fields(shown.scheduler)}
     assert set(table["watch"]) == {item.name for item in dataclasses.fields(shown.watch)}
     assert set(table["log"]) == {item.name for item in dataclasses.fields(shown.log)}
-    assert set(table["models"]["smollm2"]) == {item.name for item in dataclasses.fields(ModelConfig)}
-    assert set(table["models"]["smollm2"]["proof"]) == {"max_kl", "min_agreement"}
+    assert set(table["metrics"]) == {item.name for item in dataclasses.fields(shown.metrics)}
+    tables = {"threshold", "long_context", "load"}
+    assert set(table["monitor"]) | tables == {item.name for item in dataclasses.fields(MonitorConfig)}
+    assert set(table["models"]["smollm2"]) | {"monitor"} == {item.name for item in dataclasses.fields(ModelConfig)}
+    assert set(table["models"]["smollm2"]["proof"]) == {item.name for item in dataclasses.fields(ProofConfig)}
 
 
 def test_the_tls_section_of_the_example_is_whole() -> None:
@@ -165,6 +172,11 @@ def test_all_problems_of_a_file_are_told_together() -> None:
         ("models.'a/b' = {path = 'x'}", "models.a/b: a name has letters"),
         ("server.socket_mode = '0990'", 'server.socket_mode = "0990": allowed: a string of octal digits'),
         ("server.tls = {key = '/dev/null'}", "server.tls.certificate: is missing"),
+        ("metrics.listen = 'unix:/run/m.sock'", "metrics.listen: unix:///run/m.sock is no TCP address"),
+        ("monitor.threshold.int4 = 0", "monitor.threshold.int4 = 0: allowed: at least 1e-06"),
+        ("monitor.dwell_s = 1000", "monitor.max_dwell_s: 900.0 must not be below dwell_s, 1000.0"),
+        ("monitor.load = {mode = 'fp32', queue = 1, max_kl = 1}", "monitor.load.mode: fp32 is not a faster mode"),
+        ("models.a = {path = 'x', monitor = {share = 2}}", "models.a.monitor.share = 2: allowed: 0 to 1"),
         ("server.grace_s = nan", "server.grace_s = nan: allowed: at least 0"),
     ],
 )

@@ -155,6 +155,12 @@ def test_an_append_is_on_disk_when_it_returns(path: Path, monkeypatch: pytest.Mo
     assert synced == [2]
 
 
+def test_a_reason_that_quotes_a_megabyte_is_cut(path: Path) -> None:
+    kept = History(path).append(an_entry("b" * 1_000_000))
+    assert kept.reason == "b" * 4000 + "..."
+    assert reasons(History(path)) == [kept.reason]
+
+
 def test_on_a_full_disk_the_entry_stays_in_memory_and_no_half_of_it_on_disk(tmp_path: Path) -> None:
     with disk_of("64k", tmp_path) as disk:
         history = written(disk / "history.jsonl", "a")
@@ -162,11 +168,11 @@ def test_on_a_full_disk_the_entry_stays_in_memory_and_no_half_of_it_on_disk(tmp_
         with pytest.raises(OSError, match="No space left"):
             (disk / "filler").write_bytes(bytes(1 << 17))
         with capture_logs() as lines:
-            lost = history.append(an_entry("b" * 5000))  # longer than what is left of the file's last page
+            lost = history.append(an_entry("b" * 4000))  # longer than what is left of the file's last page
         assert [(line["log_level"], line["id"]) for line in lines] == [("error", lost.id)]
         assert "No space left" in lines[0]["reason"]
         assert (disk / "history.jsonl").read_bytes() == before
-        assert reasons(history) == ["a", "b" * 5000]
+        assert reasons(history) == ["a", "b" * 4000]
         (disk / "filler").unlink()
         history.append(an_entry("c"))
         with capture_logs() as lines:

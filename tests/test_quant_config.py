@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +14,9 @@ from hypothesis import strategies as st
 from dskd import quant_config
 from dskd.engine.request import InFlight
 from dskd.manager.types import Change, SetReference
-from dskd.quant_config import ParamsConfig, QuantConfig, difference, merge, parse
+from dskd.monitor.config import LoadConfig, LongContextConfig, MonitorConfig, ThresholdConfig
+from dskd.monitor.states import Scope
+from dskd.quant_config import ParamsConfig, QuantConfig, difference, merge, overridden, parse
 from dskd.typed_toml import ConfigError
 from dskquant.modes import PrecisionMode
 from dskquant.scheme import LAYER_PRECISIONS, LayerRule
@@ -32,9 +37,19 @@ precision = "int8"
 [[layers]]
 match = "*.3.*"
 precision = "int4"
+[monitor]
+scope = "request"
+threshold.int4 = 0.3
 """
 
 RULES = st.builds(LayerRule, st.sampled_from(["*", "a", "b.*"]), st.sampled_from(LAYER_PRECISIONS))
+MONITORS = st.fixed_dictionaries(
+    {},
+    optional={
+        "share": st.sampled_from([0.1, 0.2]),
+        "threshold": st.fixed_dictionaries({}, optional={"int4": st.just(0.3), "int8": st.sampled_from([0.01, 0.02])}),
+    },
+)
 CONFIGS = st.builds(
     QuantConfig,
     st.just("m"),
@@ -42,6 +57,7 @@ CONFIGS = st.builds(
     st.none() | st.sampled_from(InFlight),
     st.none() | st.builds(ParamsConfig, st.sampled_from([Path("/a"), Path("/b")]), st.sampled_from(["", DIGEST])),
     st.lists(RULES, max_size=3).map(tuple),
+    MONITORS,
 )
 
 
@@ -58,6 +74,14 @@ def outcome(text: str) -> QuantConfig | tuple[str, ...]:
         return error.problems
 
 
+def flat(table: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """The values of a table of tables by their dotted keys."""
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        values |= flat(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value}
+    return values
+
+
 def in_order(*configs: QuantConfig) -> list[tuple[str, QuantConfig]]:
     return [(f"{index:03}.toml", config) for index, config in enumerate(configs)]
 
@@ -69,6 +93,7 @@ def test_a_whole_file_is_understood() -> None:
         InFlight.FINISH,
         ParamsConfig(BASE / "calibrated", DIGEST),
         (LayerRule("*.down_proj.weight", PrecisionMode.INT8), LayerRule("*.3.*", PrecisionMode.INT4)),
+        {"scope": "request", "threshold": {"int4": 0.3}},
     )
 
 
@@ -94,9 +119,15 @@ def test_every_example_is_a_config(path: Path) -> None:
         ("model = 3", "x.toml: model = 3: allowed: a string"),
         ('model = "m"\nprecison = "int4"', "x.toml: precison: unknown key; did you mean 'precision'?"),
         (
-            'model = "m"\n[monitor]',
-            "x.toml: monitor: unknown key; known: in_flight, layers, model, params, precision",
+            'model = "m"\n[noise]',
+            "x.toml: noise: unknown key; known: in_flight, layers, model, monitor, params, precision",
         ),
+        ('model = "m"\nmonitor = 3', "x.toml: monitor = 3: allowed: a table"),
+        ('model = "m"\nmonitor.shar = 1', "x.toml: monitor.shar: unknown key; did you mean 'share'?"),
+        ('model = "m"\nmonitor.scope = "all"', 'x.toml: monitor.scope = "all": allowed: "request", "model"'),
+        ('model = "m"\nmonitor.threshold.int4 = -1', "x.toml: monitor.threshold.int4 = -1: allowed: at least 1e-06"),
+        ('model = "m"\nmonitor.threshold = 1', "x.toml: monitor.threshold = 1: allowed: a table"),
+        ('model = "m"\nmonitor.load.max_kl = "x"', 'x.toml: monitor.load.max_kl = "x": allowed: a number'),
         (
             'model = "m"\nprecision = "int5"',
             'x.toml: precision = "int5": allowed: "int4", "int8", "fp16", "fp32"',
@@ -173,6 +204,7 @@ def test_for_each_key_the_last_file_that_has_it_wins(configs: list[QuantConfig])
     assert merged.in_flight == next((c.in_flight for c in reversed(configs) if c.in_flight), None)
     assert merged.params == next((c.params for c in reversed(configs) if c.params), None)
     assert merged.layers == tuple(rule for config in configs for rule in config.layers)
+    assert flat(merged.monitor) == {key: value for config in configs for key, value in flat(config.monitor).items()}
 
 
 @given(st.lists(CONFIGS, min_size=2, max_size=5), st.data())
@@ -209,15 +241,17 @@ def test_only_what_differs_is_changed() -> None:
 
 def test_what_is_gone_is_taken_back() -> None:
     before = parse(WHOLE, "x.toml", BASE)
-    assert difference(before, None, PrecisionMode.INT4) == Change(PrecisionMode.INT4, SetReference(None), ())
+    assert difference(before, None, PrecisionMode.INT4) == Change(
+        PrecisionMode.INT4, SetReference(None), (), monitor={}
+    )
 
 
 @given(CONFIGS, CONFIGS)
 def test_a_change_leads_from_one_config_to_the_other(before: QuantConfig, after: QuantConfig) -> None:
     def served(config: QuantConfig, change: Change | None = None) -> tuple[object, ...]:
         reference = config.params.reference if config.params else SetReference(None)
-        state = (config.precision or PrecisionMode.INT4, reference, config.layers)
-        new = (change.mode, change.parameters, change.layers) if change else (None, None, None)
+        state = (config.precision or PrecisionMode.INT4, reference, config.layers, config.monitor)
+        new = (change.mode, change.parameters, change.layers, change.monitor) if change else (None,) * 4
         return tuple(old if value is None else value for old, value in zip(state, new, strict=True))
 
     change = difference(before, after, PrecisionMode.INT4)
@@ -225,3 +259,43 @@ def test_a_change_leads_from_one_config_to_the_other(before: QuantConfig, after:
     assert change.in_flight is (after.in_flight or InFlight.MIGRATE)
     nothing = Change(in_flight=change.in_flight)
     assert difference(after, after, PrecisionMode.INT4) == nothing
+
+
+BASE_MONITOR = MonitorConfig(
+    threshold=ThresholdConfig(int8=0.02),
+    reference=PrecisionMode.FP32,
+    max_dwell_s=3600.0,
+    load=LoadConfig(PrecisionMode.INT4, 8, 0.5),
+)
+
+
+def test_only_the_keys_of_a_file_override_the_monitor_of_a_model() -> None:
+    table = parse(WHOLE, "x.toml", BASE).monitor
+    assert overridden(BASE_MONITOR, table) == replace(
+        BASE_MONITOR, scope=Scope.REQUEST, threshold=ThresholdConfig(int4=0.3, int8=0.02)
+    )
+
+
+@pytest.mark.parametrize("base", [MonitorConfig(), BASE_MONITOR])
+def test_no_keys_override_nothing(base: MonitorConfig) -> None:
+    assert overridden(base, {}) == base
+
+
+def test_keys_are_judged_together_with_those_they_do_not_override() -> None:
+    table = parse('model = "m"\nmonitor.dwell_s = 1000', "x.toml", BASE).monitor
+    assert overridden(BASE_MONITOR, table).dwell_s == 1000.0
+    with pytest.raises(ConfigError, match=r"monitor\.max_dwell_s: 900\.0 must not be below dwell_s, 1000\.0"):
+        overridden(MonitorConfig(), table)
+
+
+def test_half_a_table_completes_what_is_there_and_is_refused_where_nothing_is() -> None:
+    table = parse('model = "m"\nmonitor.load.queue = 3\nmonitor.long_context.tokens = 9', "x.toml", BASE).monitor
+    with pytest.raises(ConfigError) as caught:
+        overridden(BASE_MONITOR, table)
+    assert caught.value.problems == ("monitor.long_context.mode: is missing",)
+    whole = replace(BASE_MONITOR, long_context=LongContextConfig(1, PrecisionMode.INT8))
+    assert overridden(whole, table) == replace(
+        BASE_MONITOR,
+        long_context=LongContextConfig(9, PrecisionMode.INT8),
+        load=LoadConfig(PrecisionMode.INT4, 3, 0.5),
+    )

@@ -229,6 +229,21 @@ async def test_a_removed_file_is_taken_back(watching: Watching) -> None:
 
 
 @asynchronous
+async def test_watching_ends_though_a_file_changes_in_the_moment_of_the_cancellation(watching: Watching) -> None:
+    watcher = Watcher(watching.config, watching.state_file, watching.target, watching.history, watching.events)
+    running = asyncio.create_task(watcher.run())
+    watching.write("x.toml", INT8_CONFIG)
+    await watching.target.next_call(1)
+    for _ in range(20):  # wherever it may be by then
+        await asyncio.sleep(0)
+    watcher.rescan()
+    await asyncio.sleep(0)  # it is told that it is woken, and has not seen it yet
+    running.cancel()
+    await asyncio.wait({running}, timeout=LIMIT_S)
+    assert running.cancelled()
+
+
+@asynchronous
 async def test_the_same_content_written_again_changes_nothing(watching: Watching) -> None:
     watching.write("x.toml", INT8_CONFIG)
     async with watching.run():

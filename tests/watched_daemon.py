@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import json
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from tests.daemon_process import Client, DaemonProcess, daemon_process
 
 from dskapi.v1 import control_pb2
 from dskapi.v1.common_pb2 import PRECISION_MODE_INT4, PRECISION_MODE_INT8
-from dskquant.store import DEFAULT_PARAMETER_SET, MANIFEST, file_sha256
+from dskquant.store import DEFAULT_PARAMETER_SET
 
 LIMIT_S = 60.0
 PROMPT = "The lighthouse keeper"
@@ -88,7 +89,8 @@ def watched_daemon(model: str, store: Path, table: Mapping[str, Any], **server: 
             process.start()
         yield WatchedDaemon(process, model, store, directory, shelf)
         assert process.stop() == 0
-        assert "Traceback" not in process.log_text
+        if unexpected := [line for line in process.log_text.splitlines() if "Traceback" in line]:
+            pytest.fail("\n".join(unexpected))
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class Outcomes:
         self._events = events
 
     async def of(self, actor: str) -> control_pb2.Event:
-        """The next end of a change by `actor`."""
+        """The next end of a change by `actor`, which may be a shell pattern."""
         return await asyncio.wait_for(self._next(actor), LIMIT_S)
 
     async def reason(self, file: str) -> str:
@@ -156,15 +158,15 @@ class Outcomes:
         assert event.kind == "apply.committed", event.message
         return int(event.fields["generation"])
 
+    async def until(self, actor: str, is_reached: Callable[[int], bool]) -> None:
+        """Until a change by `actor` has led to a generation that will do."""
+        while True:
+            event = await self.of(actor)
+            if event.kind == "apply.committed" and is_reached(int(event.fields["generation"])):
+                return
+
     async def _next(self, actor: str) -> control_pb2.Event:
         async for event in self._events:
-            if event.kind.startswith("apply.") and event.fields["actor"] == actor:
+            if event.kind.startswith("apply.") and fnmatch.fnmatchcase(event.fields["actor"], actor):
                 return event
         raise AssertionError("the events ended")
-
-
-def sign(directory: Path) -> None:
-    """The manifest gets the digests of the files as they are now."""
-    manifest = json.loads((directory / MANIFEST).read_text())
-    manifest["sha256"] = {name: file_sha256(directory / name) for name in manifest["sha256"]}
-    (directory / MANIFEST).write_text(json.dumps(manifest))

@@ -20,8 +20,8 @@ _WIDE_INTEGERS = {
 
 
 def to_json(message: Message) -> dict[str, Any]:
-    """`message` as json_format gives it, except that enums are short words (null when unspecified) and 64-bit integers
-    are numbers. Fields without presence are always there, so that the keys are stable."""
+    """`message` as json_format gives it, except that enums are short words (null when unspecified), 64-bit integers are
+    numbers and NaN is null. Fields without presence are always there, so that the keys are stable."""
     document = json_format.MessageToDict(
         message,
         preserving_proto_field_name=True,
@@ -50,4 +50,6 @@ def _scalar(value: Any, field: FieldDescriptor) -> Any:
         return enum_word(field.enum_type, value)
     if field.message_type is not None and not field.message_type.GetOptions().map_entry:
         return _simplified(value, field.message_type)
+    if field.type == FieldDescriptor.TYPE_DOUBLE:
+        return None if value == "NaN" else value
     return int(value) if field.type in _WIDE_INTEGERS else value

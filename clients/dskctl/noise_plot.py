@@ -6,7 +6,7 @@ import importlib.util
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,16 +138,18 @@ def _decorate(noise: Axes, served: Axes, last: GetNoiseResponse) -> None:
     served.set_yticks([])
     served.set_ylim(0, 1)
     served.margins(x=0)
-    served.xaxis.set_major_formatter(ConciseDateFormatter(served.xaxis.get_major_locator()))
+    served.xaxis_date()
+    locator = served.xaxis.get_major_locator()
+    served.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
 
 
 def _colour(word: str) -> str:
     return COLOURS.get(word, OTHER_COLOUR)
 
 
-def _clock(seconds: float) -> datetime:
-    """In the zone of this machine."""
-    return datetime.fromtimestamp(seconds)
+def _clock(seconds: float) -> float:
+    """Days since 1970-01-01 by the clock of this machine, as matplotlib counts them (matplotlib.dates)."""
+    return (datetime.fromtimestamp(seconds) - datetime(1970, 1, 1)) / timedelta(days=1)
 
 
 def _seconds(point: NoisePoint) -> float:

@@ -12,7 +12,7 @@ from dskctl.daemon import Daemon
 
 
 def latest_noise(daemon: Daemon, model: str) -> GetNoiseResponse:
-    """What is known, with every sample the daemon still holds; it refuses to be asked for more. Raises grpc.RpcError."""
+    """What is known, with every sample the daemon holds; to be asked for more it refuses. Raises grpc.RpcError."""
     known = daemon.get_noise(GetNoiseRequest(model=model))
     held = max((mode.samples for mode in known.modes), default=0)
     return daemon.get_noise(GetNoiseRequest(model=known.model, samples=held)) if held else known
@@ -55,7 +55,7 @@ class Recording:
 
     def add(self, response: GetNoiseResponse) -> GetNoiseResponse:
         """Takes what is new in `response`; returns it with the new samples alone."""
-        fresh = {mode.mode: self._fresh(mode) for mode in response.modes}
+        fresh: dict[int, list[NoisePoint]] = {mode.mode: self._fresh(mode) for mode in response.modes}
         for mode, points in fresh.items():
             self.points[mode] += points
         self.last = _with_samples(response, {})

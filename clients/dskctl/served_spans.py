@@ -27,7 +27,7 @@ def served_spans(history: Iterable[HistoryEntry], start: float, end: float) -> l
     """What served from `start` to `end`, oldest first, by a history in any order."""
     changes = sorted((entry for entry in history if _changes_what_serves(entry)), key=lambda entry: entry.sequence)
     spans = [span for span in _spans(changes, end) if span.end > start and span.start < end]
-    return [_clipped(span, start) for span in spans]
+    return [replace(span, start=max(span.start, start), end=min(span.end, end)) for span in spans]
 
 
 def _changes_what_serves(entry: HistoryEntry) -> bool:
@@ -40,17 +40,12 @@ def _spans(changes: list[HistoryEntry], end: float) -> Iterator[ServedSpan]:
     if changes and changes[0].from_mode:
         first = changes[0]
         yield ServedSpan(0.0, _seconds(first), first.from_mode, first.from_generation, "", False)
-    for entry, following in zip(changes, [*changes[1:], None], strict=True):
+    for entry, until in zip(changes, [*map(_seconds, changes[1:]), end], strict=False):
         if entry.kind != FALLBACK or entry.to_mode == left:
             left = None
         elif left is None and entry.from_mode != entry.to_mode:
             left = entry.from_mode
-        until = _seconds(following) if following else end
         yield ServedSpan(_seconds(entry), until, entry.to_mode, entry.generation, entry.kind, left is not None)
-
-
-def _clipped(span: ServedSpan, start: float) -> ServedSpan:
-    return replace(span, start=max(span.start, start))
 
 
 def _seconds(entry: HistoryEntry) -> float:

@@ -94,8 +94,8 @@ def proof_facts(proofs: Iterable[ModeProof]) -> Iterator[tuple[str, str]]:
 
 def nats(value: float) -> str:
     """Two digits that count: KL is told by its order of magnitude."""
-    if not math.isfinite(value):
-        return NOTHING if math.isnan(value) else "∞"
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else NOTHING if math.isnan(value) else "∞"
     return f"{value:.0f}" if value >= 10 else f"{value:#.2g}" if value >= 1e-4 else f"{value:.0e}"
 
 

@@ -83,11 +83,10 @@ def _serve(config_path: Path | None, options: argparse.Namespace) -> int:
     configure_logging(config.log)
     try:
         figures = CollectorRegistry()
-        make_host = host_factory(
-            config, EventMetrics(figures)
-        )  # from here on no other daemon writes into the state directory
+        counters = EventMetrics(figures)
+        make_host = host_factory(config, counters)  # from here on no other daemon writes into the state directory
         history = History(config.server.state_dir / HISTORY)
-        return asyncio.run(_live(serve(config, make_host, history, figures)))
+        return asyncio.run(_live(serve(config, make_host, history, figures, counters)))
     except StartupError as error:
         print(f"dskd: {error}", file=sys.stderr)
         return FAILED

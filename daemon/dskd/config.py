@@ -143,6 +143,10 @@ class MetricsConfig:
 
     listen: Address | None = None  # None: no metrics; host:port
 
+    def problems(self) -> Problems:
+        if self.listen is not None and self.listen.path is not None:
+            yield "listen", f"{self.listen} is no TCP address; Prometheus scrapes over HTTP"
+
 
 @dataclass(frozen=True, slots=True)
 class ProofConfig:
@@ -198,7 +202,7 @@ class Config:
     watch: WatchConfig = WatchConfig()
     log: LogConfig = LogConfig()
     metrics: MetricsConfig = MetricsConfig()
-    monitor: MonitorConfig = MonitorConfig()
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
     models: dict[str, ModelConfig] = field(default_factory=dict)
 
     def problems(self) -> Problems:

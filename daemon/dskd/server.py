@@ -21,7 +21,7 @@ from dskd.host import HostFactory
 from dskd.listen import bind
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
-from dskd.monitor.metrics import ModelCollector, ModelFigures
+from dskd.monitor.metrics import EventMetrics, ModelCollector, ModelFigures
 from dskd.monitor.metrics_server import MetricsServer
 from dskd.registry import ModelRegistry
 from dskd.rpc.control import DAEMON_STOPPED, ControlService
@@ -61,8 +61,12 @@ class Daemon:
         make_host: HostFactory,
         history: History | None = None,
         figures: CollectorRegistry | None = None,
+        counters: EventMetrics | None = None,
     ) -> None:
-        """Without `history` one is kept in memory alone; `figures` are what `[metrics] listen` answers with."""
+        """Without `history` one is kept in memory alone.
+
+        `figures` are what `[metrics] listen` answers with, `counters` those of them that count what happens.
+        """
         self.config = config
         self.events = EventBus()
         self.history = history or History()
@@ -74,6 +78,8 @@ class Daemon:
         self._watcher = self._make_watcher()
         self._watching: asyncio.Task[None] | None = None
         self._figures = figures or CollectorRegistry()
+        self._counters = counters or EventMetrics(self._figures)
+        self._counting: asyncio.Task[None] | None = None
         self._metrics: MetricsServer | None = None
         self._server = self._make_server()
         self._stop_asked = asyncio.Event()
@@ -130,6 +136,7 @@ class Daemon:
         await self._server.stop(0 if forced else LAST_WORDS_S)
         self._inference.close()
         await _end(self._readiness)
+        await _end(self._counting)
         if self._metrics:
             await asyncio.to_thread(self._metrics.stop)
         log.info("stopped", forced=forced)
@@ -170,9 +177,14 @@ class Daemon:
     def _start_metrics(self) -> None:
         if self.config.metrics.listen is None:
             return
+        self._counting = asyncio.create_task(self._count_changes(), name="count changes")
         self._figures.register(ModelCollector(self._model_figures, asyncio.get_running_loop()))
         self._metrics = MetricsServer(self.config.metrics.listen, self._figures)
         log.info("metrics", address=str(self._metrics.start()))
+
+    async def _count_changes(self) -> None:
+        with self.events.subscribe() as events:
+            await self._counters.count_changes(events)
 
     def _model_figures(self) -> Iterator[ModelFigures]:
         for entry in self.registry.entries():
@@ -214,12 +226,14 @@ async def _end(task: asyncio.Task[None] | None) -> None:
             await task
 
 
-async def serve(config: Config, make_host: HostFactory, history: History, figures: CollectorRegistry) -> int:
+async def serve(
+    config: Config, make_host: HostFactory, history: History, figures: CollectorRegistry, counters: EventMetrics
+) -> int:
     """Runs a daemon that obeys signals: SIGTERM and SIGINT stop it, a second one at once; SIGHUP rescans.
 
     Returns the exit code.
     """
-    daemon = Daemon(config, make_host, history, figures)
+    daemon = Daemon(config, make_host, history, figures, counters)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, daemon.stop)

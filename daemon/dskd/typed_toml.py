@@ -116,7 +116,7 @@ class Builder:
             return _NO_VALUE
 
     def _note(self, where: str, key: str, problem: str) -> None:
-        self.problems.append(f"{_join(where, key)}: {problem}")
+        self.problems.append(f"{_join(where, _cut(key))}: {problem}")
 
 
 @functools.cache  # a file may have thousands of tables of one class
@@ -169,7 +169,11 @@ def _describe(hint: Any) -> str:
 def _spell(value: Any) -> str:
     """`value` as TOML would have it, cut to a readable length."""
     spelled = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
-    return spelled if len(spelled) <= 60 else f"{spelled[:57]}..."
+    return _cut(spelled)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _join(where: str, key: str) -> str:

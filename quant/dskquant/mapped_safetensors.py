@@ -63,7 +63,10 @@ class MappedSafetensors:
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self._entries = {name: self._entry(name, raw, data_bytes) for name, raw in header.items()}
         self._refuse_overlaps()
-        self._map = _map_read_only(path)
+        try:
+            self._map = _map_read_only(path)
+        except ValueError as error:  # it was emptied after its header was read
+            raise self._refusal(f"cannot be mapped: {error}") from error
         self._bytes = np.frombuffer(self._map, np.uint8)
 
     @property

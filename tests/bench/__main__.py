@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import structlog
-from tests.bench import memory, noise, plain, report, speed, switching, synthetic
+from tests.bench import memory, noise, plain, report, speed, swaps, switching, synthetic
+from tests.bench.monitor import damage, estimate, false_trips, overhead, quality, scope, texts
 
 from dskquant.convert import ConvertOptions, convert
 from dskquant.modes import PrecisionMode
@@ -19,12 +20,26 @@ SMOLLM2 = CACHE / "bench" / "smollm2"
 LLAMA = CACHE / "bench" / "llama-1.5b"
 PLAIN = {mode: CACHE / "bench" / f"plain-{mode.value}" for mode in (PrecisionMode.INT4, PrecisionMode.INT8)}
 
+
+def _calibrated() -> Path:
+    return texts.calibrated_set(SMOLLM2, CACHE / "bench" / "sets")
+
+
 SECTIONS: dict[str, Callable[[], report.Section]] = {
     "noise": lambda: noise.measure(SMOLLM2),
     "switches": lambda: switching.measure_pairs(SMOLLM2),
     "gaps": lambda: switching.measure_gaps(LLAMA),
+    "swaps": lambda: swaps.measure(SMOLLM2),
+    "soak": lambda: swaps.soak(SMOLLM2),
+    "kills": swaps.kills,
     "memory": lambda: memory.measure(LLAMA, PLAIN[PrecisionMode.INT8]),
     "speed": lambda: speed.measure(LLAMA, PLAIN),
+    "monitor-estimate": lambda: estimate.measure(SMOLLM2),
+    "monitor-damage": lambda: damage.measure(SMOLLM2, _calibrated()),
+    "monitor-scope": lambda: scope.measure(SMOLLM2, _calibrated()),
+    "monitor-false-trips": lambda: false_trips.measure(SMOLLM2, _calibrated()),
+    "monitor-overhead": lambda: overhead.measure(LLAMA),
+    "monitor-quality": lambda: quality.measure(SMOLLM2, _calibrated(), report.DESTINATION.with_name("pareto.png")),
 }
 
 

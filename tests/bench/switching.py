@@ -31,7 +31,7 @@ EVERY_STEPS = 8
 
 
 @asynccontextmanager
-async def _manager(store: Path, resident: Sequence[PrecisionMode]) -> AsyncIterator[QuantizerManager]:
+async def serving_manager(store: Path, resident: Sequence[PrecisionMode]) -> AsyncIterator[QuantizerManager]:
     config = ModelConfig(
         path=store,
         resident=tuple(resident),
@@ -42,7 +42,7 @@ async def _manager(store: Path, resident: Sequence[PrecisionMode]) -> AsyncItera
     )
     with tempfile.TemporaryDirectory() as state:
         manager = QuantizerManager(
-            "bench", config, SchedulerConfig(), load_engine("openvino"), Path(state) / "s.json", EventBus(), History()
+            "bench", config, SchedulerConfig(), load_engine("openvino"), Path(state), EventBus(), History()
         )
         await manager.start()
         try:
@@ -78,7 +78,7 @@ Pair = tuple[PrecisionMode, PrecisionMode]
 
 async def _resident_pairs(store: Path) -> dict[Pair, list[SwitchReport]]:
     reports: dict[Pair, list[SwitchReport]] = {pair: [] for pair in itertools.permutations(LADDER, 2)}
-    async with _manager(store, LADDER) as manager, _streams(manager):
+    async with serving_manager(store, LADDER) as manager, _streams(manager):
         for (from_mode, to_mode), seen in reports.items():
             for _ in range(REPEATS):
                 await manager.switch(from_mode, InFlight.MIGRATE, "bench", wait=True)
@@ -92,7 +92,7 @@ async def _prepared_pairs(store: Path) -> dict[Pair, SwitchReport]:
     for kept, targets in ((FP32, (INT4, INT8)), (INT4, (PrecisionMode.FP16, FP32))):
         for from_mode, to_mode in itertools.product(LADDER, targets):
             if from_mode is not to_mode and {from_mode, to_mode} != {INT4, INT8}:
-                async with _manager(store, [kept]) as manager, _streams(manager):
+                async with serving_manager(store, [kept]) as manager, _streams(manager):
                     await manager.switch(from_mode, InFlight.MIGRATE, "bench", wait=True)
                     reports[from_mode, to_mode] = await manager.switch(to_mode, InFlight.MIGRATE, "bench", wait=True)
     return reports
@@ -136,7 +136,7 @@ def measure_gaps(store: Path) -> Section:
 
 async def _gaps(store: Path) -> dict[str, list[float]]:
     gaps: dict[str, list[float]] = {"int4": [], "int8": [], "switching": []}
-    async with _manager(store, (INT4, INT8)) as manager:
+    async with serving_manager(store, (INT4, INT8)) as manager:
         for repeat in range(REPEATS):
             for name, seen in gaps.items():
                 modes = (INT4, INT8) if name == "switching" else (PrecisionMode(name),)

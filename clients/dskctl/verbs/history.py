@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, daemon: Daemon, printer: Printer) -> None:
 
 
 def as_text(response: GetHistoryResponse) -> RenderableType:
-    """One row for each change, newest first; below them the reasons of what was rejected."""
+    """One row for each change, newest first; below them the reasons of what was rejected, and of the monitor."""
     if not response.entries:
         return NOTHING_YET
     made = dense_table(COLUMNS, map(_row, response.entries), right=NUMBERS, rigid=RIGID)

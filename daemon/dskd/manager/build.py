@@ -69,13 +69,17 @@ class Builder:
     def build(
         self, generation: Generation, modes: frozenset[PrecisionMode], cache: KVCache | None, overtaking: Overtaking
     ) -> Build:
-        """Blocks for as long as it takes. Without `cache` the caller binds the graph before it serves.
+        """Blocks for as long as it takes. Without `cache` nothing serves yet, and the caller binds the graph before it
+        does; with one the build takes a low priority.
 
         Raises ResourceExhaustedError when memory is short, FailedPreconditionError when the proof fails or it is
         overtaken, StoreError when files are damaged. Nothing of the graph is left then.
         """
         phases: dict[str, float] = {}
-        lower_priority()
+        if (
+            cache is not None
+        ):  # not at first: threads that the engine starts, and serves with, keep what they begin with
+            lower_priority()
         overtaking.check()
         with _timed(phases, "validate"):
             self.require_memory([modes])

@@ -17,7 +17,7 @@ from dskd.manager.state_file import KeptGeneration
 from dskd.manager.types import SetReference
 from dskquant import parameter_set
 from dskquant.engines.protocol import CompileOptions
-from dskquant.errors import StoreError
+from dskquant.errors import SchemeError, StoreError
 from dskquant.parameter_set import ParameterSet
 from dskquant.scheme import LayerRule
 from dskquant.store import DEFAULT_PARAMETER_SET, StoreManifest, verify
@@ -47,8 +47,11 @@ class Catalogue:
         return self._default
 
     def generation(self, number: int, parameters: ParameterSet, layers: tuple[LayerRule, ...]) -> Generation:
-        """Raises SchemeError for a rule that matches no linear layer."""
-        return Generation.of(number, parameters, layers, self._engine, self._options)
+        """Raises FailedPreconditionError for a rule that matches no linear layer."""
+        try:
+            return Generation.of(number, parameters, layers, self._engine, self._options)
+        except SchemeError as error:
+            raise FailedPreconditionError("layers", str(error)) from error
 
     def find(self, reference: SetReference) -> ParameterSet:
         """The set that `reference` names, every rule checked, where it lies.
@@ -71,7 +74,7 @@ class Catalogue:
         return found if self._is_default(found.hash) else self._depot.keep(found, self._store, is_cancelled)
 
     def reopen(self, kept: KeptGeneration) -> Generation:
-        """A generation of before. Raises StoreError when its set is gone or damaged, SchemeError for an unfit rule."""
+        """A generation of before. Raises StoreError when its set is gone or damaged, and as `generation` does."""
         is_default = self._is_default(kept.parameter_set)
         parameters = self.default if is_default else self._depot.open(kept.parameter_set)
         self._require_fit(parameters)

@@ -96,12 +96,26 @@ class SetDepot:
         for path in leaving:
             _remove(path)
 
+    def forget_leftovers(self) -> None:
+        """Removes what a crash left of sets on their way in or out."""
+        try:
+            with self._lock:
+                leaving = [path for path in self._unused() if path.name.startswith((INCOMING, OUTGOING))]
+        except OSError as error:
+            log.error("leftovers cannot be removed", path=str(self._directory), reason=str(error))
+            return
+        for path in leaving:
+            _remove(path)
+
+    def _unused(self) -> list[Path]:
+        if not self._directory.is_dir():
+            return []
+        return [path for path in self._directory.iterdir() if path.name not in self._in_use]
+
     def _take_out(self, hashes: Collection[str]) -> list[Path]:
         """Renames what shall go, so that a set is never half there under its own name."""
         with self._lock:
-            if not self._directory.is_dir():
-                return []
-            unused = [path for path in self._directory.iterdir() if path.name not in self._in_use]
+            unused = self._unused()
             sets = [path for path in unused if _HASH.fullmatch(path.name) and path.name not in hashes]
             leftovers = [path for path in unused if path.name.startswith((INCOMING, OUTGOING))]
             return [self._rename_out(path) for path in sets] + leftovers

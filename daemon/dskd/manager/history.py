@@ -14,7 +14,7 @@ from dskd import durable, typed_json
 from dskd.manager.types import HistoryEntry
 
 KEPT_ENTRIES = 10_000
-LONGEST_REASON = 2_000
+LONGEST_REASON = 4_000
 """Characters; what is wrong with a file may quote megabytes of it."""
 
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()

@@ -44,7 +44,7 @@ class Journal:
 
 def _sentence(entry: HistoryEntry) -> str:
     change = f"{_value(entry.from_mode)} -> {_value(entry.to_mode)}"
-    if entry.kind != "switch":
+    if entry.kind not in ("switch", "fallback"):
         change = f"generation {entry.from_generation} -> {entry.generation or 'none'}"
     return f"{change} {entry.outcome}" + (f": {entry.reason}" if entry.reason else "")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +44,7 @@ from dskd.monitor.metrics import EventMetrics
 from dskd.monitor.monitor import NoiseMonitor
 from dskd.monitor.types import NoiseSnapshot
 from dskd.quant_config import overridden
+from dskd.typed_toml import ConfigError
 from dskquant import golden
 from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
 from dskquant.errors import QuantError
@@ -94,6 +95,7 @@ class QuantizerManager:
         store, config = self._config.path, self._config
         options = CompileOptions(config.threads, config.kv_precision, config.activation_group, config.weights)
         depot = SetDepot(self._state_dir / SETS)
+        await asyncio.to_thread(depot.forget_leftovers)
         catalogue = await asyncio.to_thread(Catalogue, store, depot, self._engine.name, options)
         prompts = await asyncio.to_thread(golden.read, store)
         prover = Prover(prompts, self._engine, config.proof)
@@ -118,6 +120,7 @@ class QuantizerManager:
             serving,
             last_number,
             self._follow,
+            self._check_monitor,
         )
         target = ManagedModel(self._transitions, self._residency, self._loop, self._journal, prover.has_reference)
         self._monitored_by = self._monitor_config()
@@ -131,6 +134,12 @@ class QuantizerManager:
         """What the configuration says, and over it what quant configs say."""
         table = self._transitions.serving.monitor
         return overridden(self._monitor_base, json.loads(table)) if table else self._monitor_base
+
+    def _check_monitor(self, table: Mapping[str, Any]) -> None:
+        try:
+            overridden(self._monitor_base, table)
+        except ConfigError as error:
+            raise FailedPreconditionError("monitor", str(error)) from error
 
     def _follow(self) -> None:
         """Something was committed."""

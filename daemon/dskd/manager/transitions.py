@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from dskd.config import ModelConfig, SwapPolicy
 from dskd.engine.request import FlipReport, InFlight
@@ -82,10 +83,15 @@ class Transitions:
         serving: Serving,
         last_number: int,
         on_commit: Callable[[], None],
+        check_monitor: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """`on_commit` is called when `serving` has changed."""
+        """`on_commit` is called when `serving` has changed.
+
+        `check_monitor` raises FailedPreconditionError for a `[monitor]` table that does not fit the configuration.
+        """
         self.serving = serving
         self._on_commit = on_commit
+        self._check_monitor = check_monitor
         self._model = model
         self._config = config
         self._catalogue = catalogue
@@ -181,6 +187,9 @@ class Transitions:
         except EXPECTED_ERRORS as error:
             self._journal.note(replace(self._entry(plan), outcome="rejected", reason=str(error)))
             raise
+        except Exception:
+            self._journal.note(replace(self._entry(plan), outcome="rejected", reason="internal error: see the log"))
+            raise
         finally:
             if self._newest_swap is plan:
                 self._newest_swap = None
@@ -207,6 +216,8 @@ class Transitions:
         self, plan: Plan, keep: Callable[[ParameterSet], ParameterSet], next_number: Callable[[], int]
     ) -> None:
         """Finds the generation that `plan` asks for; for a worker thread."""
+        if plan.change.monitor:
+            self._check_monitor(plan.change.monitor)
         if plan.returns_to is not None:
             plan.target = self._catalogue.reopen(plan.returns_to)
         elif plan.is_swap:
@@ -299,7 +310,7 @@ class Transitions:
         self.require_open()
         plan.overtaking.check()
         began, mode, generation = time.perf_counter(), self._mode_of(plan), plan.target or self.serving.generation
-        if plan.is_swap and plan.returns_to is None:
+        if self._must_not_worsen(plan):
             self._builder.prover.judge_change(self._kl_now(), self._residency.proofs(generation).values())
         with self._residency.holding(generation, [mode]):
             await self._residency.ensure(generation, mode)  # another change may have been committed meanwhile
@@ -318,6 +329,16 @@ class Transitions:
         if plan.is_swap:
             await asyncio.to_thread(self._catalogue.forget_all_but, kept, self._newest_swap_set())
         return self._report(plan, entry, flip)
+
+    def _must_not_worsen(self, plan: Plan) -> bool:
+        """Whether another parameter set has to be about as good as the one that serves, in the same precisions.
+
+        The model's own set has served before; and precisions of layers are chosen knowing what noise they make.
+        """
+        wanted, target = plan.change.parameters, plan.target
+        if wanted is None or wanted.path is None or target is None:
+            return False
+        return target.layers == self.serving.generation.layers
 
     def _mode_of(self, plan: Plan) -> PrecisionMode:
         """The mode to flip to: the one asked for, unless another one was asked for later."""

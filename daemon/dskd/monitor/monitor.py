@@ -208,7 +208,7 @@ class NoiseMonitor:
         return replacement(record.watches, record.watches, self._config.target, served.resident)
 
     def _keep_ready(self, served: Served, now: float) -> None:
-        for failure in self._ready.want(self._targets(served), now, self._config.dwell_s):
+        for failure in self._ready.want(self._targets(served), served, now, self._config.dwell_s):
             unexpected = None if isinstance(failure.error, EXPECTED_ERRORS) else failure.error
             reason = f"{failure.mode.value} cannot be made ready: {failure.error!s}"
             self._log.error("fallback not ready", reason=reason, exc_info=unexpected)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from dskd.monitor.types import MonitoredModel
+from dskd.monitor.types import MonitoredModel, Served
 from dskquant.modes import PrecisionMode
 
 
@@ -28,10 +28,15 @@ class ReadyModes:
         self._wake = wake
         self._tasks: dict[PrecisionMode, asyncio.Task[None]] = {}
         self._retry_at: dict[PrecisionMode, float] = {}
+        self._generation: int | None = None
 
-    def want(self, modes: Collection[PrecisionMode], now: float, retry_s: float) -> list[Failure]:
-        """From now on exactly `modes` are wanted; what has failed since the last call is tried again in `retry_s`."""
+    def want(self, modes: Collection[PrecisionMode], served: Served, now: float, retry_s: float) -> list[Failure]:
+        """From now on exactly `modes` are wanted, of the generation that is served.
+
+        Returns what has failed since the last call; it is tried again in `retry_s` seconds.
+        """
         failures = self._take_failures()
+        self._follow(served)
         self._retry_at.update((failure.mode, now + retry_s) for failure in failures)
         for mode in self._tasks.keys() - set(modes):
             self._drop(mode)
@@ -45,6 +50,13 @@ class ReadyModes:
         """Wants none."""
         for mode in list(self._tasks):
             self._drop(mode)
+
+    def _follow(self, served: Served) -> None:
+        """What was made ready for an old generation, and the new one does not have, is made ready anew."""
+        if served.generation != self._generation:
+            self._generation = served.generation
+            for mode in self._tasks.keys() - served.resident:
+                self._drop(mode)
 
     def _begin(self, mode: PrecisionMode) -> None:
         task = asyncio.create_task(self._target.make_ready(mode), name=f"make {mode.value} ready")

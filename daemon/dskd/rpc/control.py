@@ -52,7 +52,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
         history: History,
         watched: Path | None,
     ) -> None:
-        """`monitor` is for models without one of their own; `watched` is the directory whose quant configs are applied, if there is one."""
+        """`monitor` is for models without one of their own; `watched` is the directory whose quant configs are applied,
+        if there is one.
+        """
         self._config = config
         self._monitor = monitor
         self._quant_requests = QuantRequestReader(watched, config.allow_load_from_path)
@@ -69,8 +71,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             raise InvalidArgumentError("mode", f"is needed; known: {', '.join(mode.value for mode in MODES)}")
         in_flight = chosen_in_flight(request.in_flight, "in_flight")
         model = self._registry.resolve(request.model)
-        pin = {"pin": True} if request.pin else {}
-        report = await model.serving_host.switch(mode, in_flight, _actor(context), request.wait, **pin)
+        report = await model.serving_host.switch(mode, in_flight, _actor(context), request.wait, request.pin)
         return switch_response(model.name, report)
 
     async def ApplyConfig(

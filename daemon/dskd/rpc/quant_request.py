@@ -38,8 +38,8 @@ class QuantRequestReader:
         Raises InvalidFieldsError, InvalidArgumentError, and FailedPreconditionError for a path `peer` may not name.
         """
         config = _parsed(request.config, self._base(request.base_directory))
-        if not (config.precision or config.params or config.layers):
-            raise InvalidArgumentError(CONFIG, "asks for nothing: it has no precision, no params and no layers")
+        if not (config.precision or config.params or config.layers or config.monitor):
+            raise InvalidArgumentError(CONFIG, "asks for nothing: no precision, no params, no layers and no monitor")
         if config.params:
             self._check_path(config.params.file, peer)
         return config

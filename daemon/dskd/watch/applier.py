@@ -78,9 +78,9 @@ class Applier:
     def reject(self, model: str, files: Iterable[str], reason: str) -> None:
         """Records a refusal that no manager has recorded."""
         actor = _actor(files)
-        log.error("quant config refused", model=model, actor=actor, reason=reason)
-        self._history.append(HistoryEntry(model, "apply", actor, "rejected", reason))
-        self._events.publish("apply.rejected", model, reason, actor=actor, reason=reason)
+        entry = self._history.append(HistoryEntry(model, "apply", actor, "rejected", reason))
+        log.error("quant config refused", model=model, actor=actor, reason=entry.reason)
+        self._events.publish("apply.rejected", model, entry.reason, actor=actor, reason=entry.reason)
 
     async def close(self) -> None:
         """Cancels what is under way, waits until that has ended, and keeps what had been reached."""

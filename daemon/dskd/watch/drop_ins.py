@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dskd import quant_config
 from dskd.quant_config import QuantConfig
 
+TOLD_NAMES = 10
+
 
 class DropIns:
     """The last good content of each file. A damaged file keeps it in effect until it is mended or removed."""
@@ -53,5 +55,7 @@ def shown(name: str) -> str:
 
 
 def names_of(files: Iterable[str]) -> str:
-    """Several file names as one text."""
-    return ",".join(map(shown, files))
+    """Several file names as one text, which names a few of them if there are many."""
+    names = [shown(name) for name in files]
+    more = len(names) - TOLD_NAMES
+    return ",".join(names[:TOLD_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -103,12 +103,15 @@ class Watcher:
 
     async def _pause(self) -> None:
         """Until there is something to look at; never longer than `poll_s`, so that the threads are supervised."""
-        timeout = min(self._config.poll_s, self._next_look - time.monotonic())
+        timeout = max(0.0, min(self._config.poll_s, self._next_look - time.monotonic()))
+        waking = asyncio.create_task(self._woken.wait())
         try:
-            await asyncio.wait_for(self._woken.wait(), timeout)
-        except asyncio.TimeoutError:
-            return
-        await asyncio.sleep(DEBOUNCE_S)
+            # not `wait_for`: before Python 3.12 it loses a cancellation that comes in the moment of the waking
+            await asyncio.wait({waking}, timeout=timeout)
+        finally:
+            waking.cancel()
+        if self._woken.is_set():
+            await asyncio.sleep(DEBOUNCE_S)
 
     def _interval(self) -> float:
         """Until the next look, if nothing asks for one before, in seconds."""

@@ -36,6 +36,9 @@ class OpenVINOEngine:
     name = "openvino"
     block_size = BLOCK_SIZE
 
+    def __init__(self) -> None:
+        self._paged: dict[Path, ov.Model] = {}  # of what was compiled for quantized modes
+
     def weights(self, store: Path) -> Sequence[WeightSource]:
         return find_weights(read_ir(store))
 
@@ -50,13 +53,13 @@ class OpenVINOEngine:
         if not modes or modes - options.graph_key(next(iter(modes))):
             raise ValueError(f"no single graph serves {sorted(mode.value for mode in modes)}")
         manifest = StoreManifest.read(store)
-        model = read_ir(store)
-        to_paged(model, manifest.num_layers)
-        keep_wanted_logits(model)
         served = options.graph_key(next(iter(modes)))
         source = None
         if served <= QUANTIZED:
+            model = self._paged_once(store, manifest.num_layers)
             source = use_planes(model, parameters or parameter_set.read(store / DEFAULT_PARAMETER_SET), served)
+        else:
+            model = _read_paged(store, manifest.num_layers)
         compiled = _compile(store, model, modes, options)
         return OpenVINOGraph(compiled, served, _weight_bytes(manifest, served), source)
 
@@ -65,9 +68,7 @@ class OpenVINOEngine:
     ) -> OpenVINOCalibrationGraph:
         manifest = StoreManifest.read(store)
         modes = graph_key(PrecisionMode.INT4 if parameters else PrecisionMode.FP32)
-        model = read_ir(store)
-        to_paged(model, manifest.num_layers)
-        keep_wanted_logits(model)
+        model = _read_paged(store, manifest.num_layers)
         units = find_units(model)
         source = use_planes_by_unit(model, parameters) if parameters else None
         add_unit_inputs(model, units)
@@ -76,6 +77,22 @@ class OpenVINOEngine:
 
     def estimate_bytes(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> int:
         return _weight_bytes(StoreManifest.read(store), frozenset(modes)) + WORKSPACE_BYTES
+
+    def _paged_once(self, store: Path, num_layers: int) -> ov.Model:
+        """A copy of the paged model of `store`: making it stops all Python threads for a tenth of a second and more.
+
+        What is kept holds no memory but that of the structure, for the planes take the place of the weights.
+        """
+        if store not in self._paged:
+            self._paged[store] = _read_paged(store, num_layers)
+        return self._paged[store].clone()
+
+
+def _read_paged(store: Path, num_layers: int) -> ov.Model:
+    model = read_ir(store)
+    to_paged(model, num_layers)
+    keep_wanted_logits(model)
+    return model
 
 
 def _compile(

@@ -77,8 +77,8 @@ class OpenVINOGraph:
             inputs[RESIDUAL_ROWS] = batch.residual_rows
         for name, array in inputs.items():
             self._request.set_tensor(name, ov.Tensor(array, shared_memory=True))
-        self._request.start_async()
-        self._request.wait()
+        # on the calling thread, with its priority; `start_async` uses threads with that of whoever compiled
+        self._request.infer(share_outputs=True)
         logits: Logits = self._request.get_output_tensor(0).data  # [S, 1, vocabulary]
         return logits.reshape(len(batch.logit_rows), logits.shape[-1])
 

@@ -1,0 +1,106 @@
+"""The ONNX Runtime CPU engine, over KV slots. The only package that imports onnxruntime and onnx."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from dskquant import parameter_set
+from dskquant.architecture import DecoderConfig, read_decoder
+from dskquant.engines.onnxruntime.emit import KernelsFor, emit_decoder
+from dskquant.engines.onnxruntime.graph import ONNXRuntimeGraph
+from dskquant.engines.onnxruntime.kernels import FLOAT_ACTIVATIONS, INT8_ACTIVATIONS, FloatKernels, PlaneKernels
+from dskquant.engines.onnxruntime.session import SessionMaker
+from dskquant.engines.onnxruntime.slots import SlotLayout
+from dskquant.engines.onnxruntime.stored_weights import StoredWeights
+from dskquant.engines.protocol import CompileOptions
+from dskquant.errors import EngineError, StoreError
+from dskquant.modes import QUANTIZED, PrecisionMode
+from dskquant.parameter_set import ParameterSet
+from dskquant.store import CONFIG, DEFAULT_PARAMETER_SET, StoreManifest
+
+WORKSPACE_BYTES = 256 << 20
+"""Room for activations and for what packing the weights needs beside them."""
+
+FOUR_BIT_BYTES = 0.57
+EIGHT_BIT_BYTES = 1.07
+FLOAT_BYTES = 8
+"""Bytes a weight at the peak: codes with float32 scales, of groups of 64; floats are copied once."""
+
+
+class ONNXRuntimeEngine:
+    """Makes graphs over KV slots for the CPU provider of ONNX Runtime. Slots are float32, whatever `kv_precision`.
+
+    The threads of its graphs run at the priority of the thread that makes the engine.
+    """
+
+    name = "onnxruntime"
+
+    def __init__(self) -> None:
+        self._sessions = SessionMaker()
+
+    def compile(
+        self,
+        store: Path,
+        modes: Collection[PrecisionMode],
+        options: CompileOptions,
+        parameters: ParameterSet | None = None,
+    ) -> ONNXRuntimeGraph:
+        """Builds the graph that serves `modes`, which must be modes of one graph (see `CompileOptions.graph_key`).
+
+        `options.activation_group` 0 keeps activations in float; any other quantizes them per block of the weights.
+        Raises StoreError when files of the store are missing or damaged, EngineError for FP16 and for what the engine
+        cannot load.
+        """
+        served = _served(frozenset(modes), options)
+        decoder = _read_decoder(store)
+        weights = StoredWeights(store)
+        writer = emit_decoder(decoder, weights, _kernels(store, decoder, weights, served, options, parameters))
+        layout = SlotLayout(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, decoder.context_length)
+        session = self._sessions.make(writer, options.threads or len(os.sched_getaffinity(0)))
+        resident_bytes = sum(constant.nbytes for constant in writer.beside.values())
+        return ONNXRuntimeGraph(session, layout, served, resident_bytes)
+
+    def estimate_bytes(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> int:
+        """Peak memory that `compile` and the first run will take, in bytes, from the store's manifest alone."""
+        manifest = StoreManifest.read(store)
+        served = _served(frozenset(modes), options)
+        if not served <= QUANTIZED:
+            return manifest.parameters * FLOAT_BYTES + WORKSPACE_BYTES
+        vocabulary = manifest.vocab_size * manifest.hidden_size
+        linear = max(manifest.parameters - vocabulary, 0)
+        planes = EIGHT_BIT_BYTES if served == {PrecisionMode.INT8} else FOUR_BIT_BYTES * len(served)
+        return int(linear * planes + 2 * vocabulary) + WORKSPACE_BYTES  # embedding and lm_head are two copies
+
+
+def _served(modes: frozenset[PrecisionMode], options: CompileOptions) -> frozenset[PrecisionMode]:
+    if not modes or modes - options.graph_key(next(iter(modes))):
+        raise ValueError(f"no single graph serves {sorted(mode.value for mode in modes)}")
+    if PrecisionMode.FP16 in modes:
+        raise EngineError("the CPU provider of ONNX Runtime has no 16-bit matrix product: serve fp16 with OpenVINO")
+    return options.graph_key(next(iter(modes)))
+
+
+def _kernels(
+    store: Path,
+    decoder: DecoderConfig,
+    weights: StoredWeights,
+    served: frozenset[PrecisionMode],
+    options: CompileOptions,
+    parameters: ParameterSet | None,
+) -> KernelsFor:
+    if not served <= QUANTIZED:
+        return lambda writer: FloatKernels(decoder, weights, writer)
+    planes = parameters or parameter_set.read(store / DEFAULT_PARAMETER_SET)
+    level = INT8_ACTIVATIONS if options.activation_group else FLOAT_ACTIVATIONS
+    return lambda writer: PlaneKernels(decoder, planes, served, level, writer)
+
+
+def _read_decoder(store: Path) -> DecoderConfig:
+    path = store / CONFIG
+    try:
+        return read_decoder(json.loads(path.read_text(encoding="utf-8")), str(path))
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from error
