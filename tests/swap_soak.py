@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.daemon_process import Client
 
 from dskapi.v1 import control_pb2
+from dskapi.v1.inference_pb2 import GenerateRequest
 
 PROMPT, TOKENS = "Once upon a time", 60
 CONFIG = 'model = "{model}"\n[params]\nfile = "{path}"\n'
@@ -63,6 +64,18 @@ async def swap_under_load(client: Client, sets: Sequence[Path], swaps: int, stre
         task.cancel()
     await asyncio.gather(*load, return_exceptions=True)
     return held
+
+
+async def answer_many(client: Client, count: int, at_once: int = 8) -> None:
+    """Short answers, one after the other in each of `at_once` streams."""
+    requests = iter(range(count))
+
+    async def answer() -> None:
+        for _ in requests:
+            async for _ in client.inference.Generate(GenerateRequest(prompt=PROMPT, max_new_tokens=8)):
+                pass
+
+    await asyncio.gather(*(answer() for _ in range(at_once)))
 
 
 async def _until_released(client: Client, generation: int) -> None:

@@ -393,4 +393,4 @@ def test_smollm2_is_clearly_less_noisy_with_few_tokens_and_the_search_alone(
     kl = {parameters.hash: kl_on(smollm2_store, prose, parameters) for parameters in (made, default_set(smollm2_store))}
     assert kl[made.hash] < 0.7 * kl[default_set(smollm2_store).hash]
     assert made.expected_kl[INT4] == pytest.approx(kl[made.hash], rel=0.01)
-    assert made.expected_kl[INT8] < 0.01
+    assert made.expected_kl[INT8] < 0.15 * made.expected_kl[INT4]

@@ -480,7 +480,7 @@ def test_a_graph_that_raised_once_serves_the_next_request() -> None:
 
 
 def test_logits_that_are_not_finite_are_made_again_by_the_most_exact_mode_in_memory() -> None:
-    """The whole context is read again: the cache may hold what is not finite, too. Its own precision hinders nothing."""
+    """The whole context is read again: the cache may hold what is not finite, too. A precision of its own gives way."""
     bench = Bench()
     bench.graph_of(INT4).poison = 90
     bench.submit("sick", prompt=(5, 90), new=3)

@@ -69,16 +69,16 @@ class Builder:
     def build(
         self, generation: Generation, modes: frozenset[PrecisionMode], cache: KVCache | None, overtaking: Overtaking
     ) -> Build:
-        """Blocks for as long as it takes. Without `cache` nothing serves yet, and the caller binds the graph before it
-        does; with one the build takes a low priority.
+        """Blocks for as long as it takes, at a low priority.
+
+        Without `cache` nothing serves yet: the build has the usual priority, which the threads keep that the engine
+        starts and will serve with, and the caller binds the graph.
 
         Raises ResourceExhaustedError when memory is short, FailedPreconditionError when the proof fails or it is
         overtaken, StoreError when files are damaged. Nothing of the graph is left then.
         """
         phases: dict[str, float] = {}
-        if (
-            cache is not None
-        ):  # not at first: threads that the engine starts, and serves with, keep what they begin with
+        if cache is not None:
             lower_priority()
         overtaking.check()
         with _timed(phases, "validate"):
