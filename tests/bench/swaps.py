@@ -153,7 +153,7 @@ def soak(store: Path) -> Section:
     return Section(
         "Many swaps in a row",
         "What the process of the daemon holds after so many swaps between three sets, with four answers open. "
-        f"{WARM_REQUESTS:,} short requests come first: what the daemon remembers of requests is bounded, and full by then.",
+        f"{WARM_REQUESTS:,} short requests come first: what is remembered of requests is bounded, and full by then.",
         ["model", "swaps", "RSS MiB", "RSS / after the tenth", "threads", "descriptors", "sets mapped"],
         rows,
     )
