@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from dskquant import golden, parameter_set
 from dskquant.cli import main
 from dskquant.convert import ConvertOptions, convert
 from dskquant.engines.openvino.stateful import StatefulModel
-from dskquant.engines.protocol import Engine
 from dskquant.errors import QuantError, SchemeError, SourceError, StoreError
 from dskquant.floats import from_float32, to_float32
 from dskquant.scheme import Scheme
@@ -446,19 +446,30 @@ def test_ctrl_c_at_any_stage_leaves_nothing(tmp_path: Path, stage: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sigterm_leaves_nothing_and_takes_effect_as_before_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def create(store: Path, engine: Engine) -> None:
-        assert list(store.iterdir())
-        signal.raise_signal(signal.SIGTERM)
+TERMINATED = """
+import signal, sys
+from pathlib import Path
+from dskquant import golden
+from dskquant.cli import main
 
-    monkeypatch.setattr("dskquant.golden.create", create)
-    before = signal.getsignal(signal.SIGTERM)
-    assert main(["convert", str(GOLDEN / "llama"), "-o", str(tmp_path / "store"), "--group-size", "0"]) == 130
-    assert capsys.readouterr().err == "dskquant convert: interrupted; nothing was left behind\n"
+def create(store, engine):
+    assert list(store.iterdir())
+    signal.raise_signal(signal.SIGTERM)
+
+golden.create = create
+before = signal.getsignal(signal.SIGTERM)
+code = main(["convert", sys.argv[1], "-o", sys.argv[2], "--group-size", "0"])
+assert signal.getsignal(signal.SIGTERM) is before
+sys.exit(code)
+"""
+
+
+def test_sigterm_leaves_nothing_and_takes_effect_as_before_afterwards(tmp_path: Path) -> None:
+    """In a process of its own, as signals are sent to processes."""
+    command = [sys.executable, "-c", TERMINATED, str(GOLDEN / "llama"), str(tmp_path / "store")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "dskquant convert: interrupted; nothing was left behind\n")
     assert list(tmp_path.iterdir()) == []
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_ctrl_c_while_an_old_store_is_replaced_leaves_it_in_place(
