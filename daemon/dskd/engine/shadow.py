@@ -2,7 +2,7 @@
 
 A block begins at a position whose past lies in whole blocks, which are read where they are; what the other mode writes
 goes into scratch blocks. So nothing is copied but the served logits. Quantized modes compute again between two steps,
-as they may share the graph that serves; float modes, which have graphs of their own, do it in a thread beside the loop.
+as they may share the graph that serves; float modes, whose graphs serve nobody meanwhile, do it in a thread beside it.
 """
 
 from __future__ import annotations
@@ -162,7 +162,10 @@ class ShadowScorer:
             return
         scratch = scheduler.pool.allocate(wanted)
         scheduler.lend(scratch, is_taken=True)
-        if graph.modes <= QUANTIZED:
+        # the thread is slow, and holds the graph for as long as it runs it: not while requests need it
+        if graph.modes <= QUANTIZED or any(
+            sequence.served_by == (job.generation, job.pair.again) for sequence in scheduler.running
+        ):
             self._run_here(job, graph, scratch, scheduler)
         else:
             self._run_beside(job, graph, scratch, scheduler)
