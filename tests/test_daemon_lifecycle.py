@@ -131,12 +131,12 @@ async def test_kill_9_in_the_middle_of_a_switch_leaves_the_mode_before(daemon: D
 
 @asynchronous
 async def test_with_a_damaged_state_file_the_default_mode_serves_and_the_log_says_so(daemon: DaemonProcess) -> None:
-    path = daemon.state_dir / f"{MODEL}.json"
-    path.parent.mkdir()
+    path = daemon.state_dir / "models" / MODEL / "state.json"
+    path.parent.mkdir(parents=True)
     path.write_bytes(b'{"mode": "fp3')
     async with connected(daemon.start()) as client:
         assert set((await client.answer()).modes) == {PRECISION_MODE_FP16}
-    (line,) = daemon.log("damaged state file: starting in the default mode")
+    (line,) = daemon.log("committed state cannot be read")
     assert (line["level"], line["path"]) == ("error", str(path))
 
 
@@ -167,7 +167,7 @@ async def test_an_unloaded_model_gives_its_memory_back_and_answers_the_same_when
     async with connected_and_loaded(lasting_daemon) as client:
         before = await client.answer(new=16)
         loaded, unloaded = [], []
-        for _ in range(3):
+        for _ in range(4):
             loaded.append((await client.status()).rss_bytes >> 20)
             assert (await unload(client)).aborted_requests == 0
             unloaded.append((await client.status()).rss_bytes >> 20)
@@ -177,12 +177,12 @@ async def test_an_unloaded_model_gives_its_memory_back_and_answers_the_same_when
             assert (await load(client)).model.state == control_pb2.MODEL_STATE_SERVING
             await until_health(client, SERVING)
             assert (await client.answer(new=16)).ids == before.ids
-        history = await client.control.GetHistory(control_pb2.GetHistoryRequest(limit=6))
-    assert [entry.kind for entry in history.entries] == ["load", "unload"] * 3
+        history = await client.control.GetHistory(control_pb2.GetHistoryRequest(limit=8))
+    assert [entry.kind for entry in history.entries] == ["load", "unload"] * 4
     print(f"RSS loaded {loaded} MiB, unloaded {unloaded} MiB")
     weights = 256  # MiB: 135 million of 16 bits
     assert all(low < high - weights for low, high in zip(unloaded, loaded, strict=True))
-    assert unloaded[-1] < 1.1 * unloaded[0]
+    assert unloaded[-1] < 1.1 * unloaded[1]  # the first time more is free that is used from then on
 
 
 @asynchronous
