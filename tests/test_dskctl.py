@@ -1267,6 +1267,15 @@ class Call:
         self.cancelled.set()
 
 
+@pytest.fixture
+def obeys_ctrl_c() -> Iterator[None]:
+    """Shells start what runs in the background with Ctrl-C ignored, and the tests may run so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("obeys_ctrl_c")
 def test_a_call_that_ctrl_c_strikes_before_it_has_begun_is_cancelled_when_it_has() -> None:
     call, struck = Call(), threading.Event()
 

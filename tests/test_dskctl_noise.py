@@ -246,7 +246,7 @@ def test_live_without_a_terminal_prints_a_line_for_each_mode_and_poll(
     daemon: NoisyDaemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon.replies["noise"] = noise(int4(samples=0), INT8_UNSCORED)
-    assert main(["noise", "--live", "--interval", "60", "--seconds", "0.01"]) == ExitCode.DONE
+    assert main(["noise", "--live", "--interval", "60", "--seconds", "2"]) == ExitCode.DONE
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 * 2
     assert lines[2].endswith(
@@ -257,7 +257,7 @@ def test_live_without_a_terminal_prints_a_line_for_each_mode_and_poll(
 
 def test_live_json_tells_each_sample_once(daemon: NoisyDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     daemon.step = 2
-    assert main(["noise", "--live", "--json", "--interval", "60", "--seconds", "0.01"]) == ExitCode.DONE
+    assert main(["noise", "--live", "--json", "--interval", "60", "--seconds", "2"]) == ExitCode.DONE
     first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     told = [[point["kl"] for point in answer["modes"][0]["latest"]] for answer in (first, second)]
     assert told == [[0.3, 0.4, 0.5, 0.6, 0.7, 0.8], [0.9, 1.0]]
@@ -452,7 +452,7 @@ def test_samples_are_gathered_before_a_picture_is_drawn(
 ) -> None:
     daemon.step = 3
     path = tmp_path / "noise.svg"
-    assert main(["noise", "--plot", str(path), "--interval", "60", "--seconds", "0.01"]) == ExitCode.DONE
+    assert main(["noise", "--plot", str(path), "--interval", "60", "--seconds", "2"]) == ExitCode.DONE
     assert capsys.readouterr().out.splitlines()[-1] == f"drawn into {path}: {6 + 3} samples"
     assert "<svg" in path.read_text()
 
