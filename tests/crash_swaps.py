@@ -115,7 +115,12 @@ def tables(store: Path) -> dict[str, dict[str, Any]]:
 def forked_daemon(folder: Path, store: Path) -> Iterator[ForkedDaemon]:
     """Not started yet; whatever runs at the end is killed. The path of `folder` must be short: it holds a socket."""
     with subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-m", "tests.crash_swaps"],
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     ) as nursery:
         daemon = ForkedDaemon(folder, tables(store), nursery)
         try:
