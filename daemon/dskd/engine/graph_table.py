@@ -42,6 +42,10 @@ class GraphTable:
                 raise FailedPreconditionError(mode, f"{mode} of generation {generation} is already installed")
         self._graphs.update(dict.fromkeys(keys, graph))
 
+    def clear(self) -> None:
+        """Forgets all graphs."""
+        self._graphs.clear()
+
     def drop(self, generation: int, modes: Collection[PrecisionMode]) -> None:
         """Forgets graphs. Raises FailedPreconditionError, and forgets none, if one of them is not there."""
         keys = [(generation, mode) for mode in modes]

@@ -215,8 +215,9 @@ class StepCore:
         self._scorer.run_next(self._scheduler, self.is_idle)
 
     def close(self) -> None:
-        """Ends its threads."""
+        """Ends its threads and lets go of the graphs."""
         self._scorer.close()
+        self._graphs.clear()
 
     def settle(self) -> None:
         """What follows a change or a step: outputs are told, what is no longer used is let go."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from dataclasses import replace
@@ -240,6 +241,7 @@ class QuantizerManager:
             await asyncio.wait(self._background)
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._residency.close)
+        await asyncio.to_thread(gc.collect)  # the parts of a manager refer to each other
         memory.give_back()
         return aborted
 

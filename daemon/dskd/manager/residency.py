@@ -86,6 +86,7 @@ class Residency:
         self._changing: defaultdict[GraphId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._stirred = asyncio.Event()
         self._is_settling = False
+        self._cache: KVCache | None = None  # before `attach` and after `close`
         self._serving = 0  # number of the generation that serves
         self._wanted: Counter[PrecisionMode] = Counter()
 
@@ -224,6 +225,7 @@ class Residency:
         for resident in self._residents.values():
             resident.graph.close()
         self._residents.clear()
+        self._cache = None
 
     # How
 
