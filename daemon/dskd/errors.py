@@ -27,6 +27,16 @@ class InvalidArgumentError(DskdError):
         self.description = description
 
 
+class InvalidFieldsError(DskdError):
+    """Several fields of a request have values that are not allowed; `violations` are fields and descriptions."""
+
+    code = "INVALID_ARGUMENT"
+
+    def __init__(self, violations: Iterable[tuple[str, str]]) -> None:
+        self.violations = tuple(violations)
+        super().__init__("; ".join(f"{field}: {description}" for field, description in self.violations))
+
+
 class UnknownModelError(DskdError):
     """No model of that name."""
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dskapi.v1 import control_pb2
-from dskd.errors import FailedPreconditionError, InvalidArgumentError
+from dskd.errors import FailedPreconditionError, InvalidArgumentError, InvalidFieldsError
 from dskd.quant_config import QuantConfig, parse
-from dskd.rpc.status import InvalidFieldsError
 from dskd.typed_toml import ConfigError
 
 CONFIG, FILE, BASE = "config", "params.file", "base_directory"

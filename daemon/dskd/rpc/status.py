@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -15,6 +15,7 @@ from dskd.errors import (
     DskdError,
     FailedPreconditionError,
     InvalidArgumentError,
+    InvalidFieldsError,
     ResourceExhaustedError,
     UnknownModelError,
 )
@@ -24,16 +25,6 @@ LONGEST_MESSAGE = 800  # bytes; message and details travel in HTTP/2 headers, wh
 LONGEST_FIELD = 100  # bytes
 LONGEST_VIOLATIONS = 2000  # bytes, of all violations of a request together
 DOMAIN = "dskd"
-
-
-class InvalidFieldsError(DskdError):
-    """Several fields of a request have values that are not allowed; `violations` are fields and descriptions."""
-
-    code = "INVALID_ARGUMENT"
-
-    def __init__(self, violations: Iterable[tuple[str, str]]) -> None:
-        self.violations = tuple(violations)
-        super().__init__("; ".join(f"{field}: {description}" for field, description in self.violations))
 
 
 def status_of(error: Exception, error_id: str) -> Status:
