@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from openvino import opset13 as ops
 
 from dskquant.architecture import read_decoder
 from dskquant.convert import ConvertOptions, convert
+from dskquant.engines.openvino.core import CORE
 from dskquant.engines.openvino.ir import find_weights, read_ir
 from dskquant.engines.openvino.stateful import inspect_ir
 from dskquant.errors import SourceError
@@ -72,16 +75,15 @@ def test_a_tied_matrix_is_one_weight_named_after_the_embedding() -> None:
 
 def test_options_left_in_an_export_are_no_defaults_of_its_graphs() -> None:
     """The export asks for a cache in f16; without it, the CPU plugin takes its own default, u8."""
-    core = ov.Core()
-    exported = core.compile_model(core.read_model(EXPORT / IR_XML), "CPU")
-    ours = core.compile_model(read_ir(EXPORT), "CPU")
+    exported = CORE.compile_model(CORE.read_model(EXPORT / IR_XML), "CPU")
+    ours = CORE.compile_model(read_ir(EXPORT), "CPU")
     assert exported.get_property("KV_CACHE_PRECISION") == ov.Type.f16
     assert ours.get_property("KV_CACHE_PRECISION") == ov.Type.u8
     assert not read_ir(EXPORT).has_rt_info("runtime_options")
 
 
 def test_an_export_in_8_bit_is_refused_with_the_option_to_give(tmp_path: Path) -> None:
-    model = ov.Core().read_model(EXPORT / IR_XML)
+    model = CORE.read_model(EXPORT / IR_XML)
     weight = find_weights(model)[1]
     codes = ops.constant(np.zeros(weight.shape, np.uint8))
     codes.set_friendly_name(weight.constant.get_friendly_name())
@@ -90,3 +92,23 @@ def test_an_export_in_8_bit_is_refused_with_the_option_to_give(tmp_path: Path) -
     decoder = read_decoder(read_config(EXPORT), "config.json")
     with pytest.raises(SourceError, match=r"_openvino_orig_weight: .*uint8_t.*export with --weight-format fp16"):
         inspect_ir(tmp_path / IR_XML, decoder)
+
+
+SIGNALLED = """
+import signal, sys
+from pathlib import Path
+from dskquant.engines.openvino.stateful import StatefulModel
+
+signal.signal(signal.SIGTERM, lambda number, _: print(f"signal {number} handled", flush=True))
+graphs = [StatefulModel(Path(sys.argv[1])) for _ in range(3)]
+while graphs:
+    graphs.pop(0)
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_signals_are_handled_after_graphs_were_made_and_let_go() -> None:
+    """The CPU plugin gives threads an alternate signal stack; a plugin that ends takes it away from under them."""
+    command = [sys.executable, "-c", SIGNALLED, EXPORT / IR_XML]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "signal 15 handled\n"), done.stderr

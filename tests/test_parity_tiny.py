@@ -14,6 +14,7 @@ from golden_models import GOLDEN, PROMPT, TINY, golden_logits, weights_of, write
 from openvino._offline_transformations import paged_attention_transformation
 
 from dskquant.convert import ConvertOptions, convert
+from dskquant.engines.openvino.core import CORE
 from dskquant.engines.openvino.stateful import EXACT, StatefulModel
 from dskquant.scheme import Scheme
 from dskquant.store import IR_XML
@@ -64,7 +65,7 @@ def test_the_goldens_tell_rope_scalings_apart() -> None:
 
 @pytest.mark.parametrize("name", TINY)
 def test_the_paged_form_is_complete_and_gives_the_same_logits(stores: dict[str, Path], name: str) -> None:
-    model = ov.Core().read_model(stores[name])
+    model = CORE.read_model(stores[name])
     paged_attention_transformation(model)
     operations = Counter(node.get_type_name() for node in model.get_ops())
     ranks = {port.any_name: port.partial_shape.rank.get_length() for port in model.inputs}
@@ -77,7 +78,7 @@ def test_the_paged_form_is_complete_and_gives_the_same_logits(stores: dict[str, 
 
 def run_paged(model: ov.Model, tokens: list[int]) -> np.ndarray:
     """One prefill in block 0 of fresh caches."""
-    compiled = ov.Core().compile_model(model, "CPU", EXACT)
+    compiled = CORE.compile_model(model, "CPU", EXACT)
     request = compiled.create_infer_request()
     for port in compiled.inputs:
         if "cache" in port.any_name:
@@ -97,7 +98,7 @@ def run_paged(model: ov.Model, tokens: list[int]) -> np.ndarray:
 
 def test_padding_in_a_batch_changes_nothing(stores: dict[str, Path]) -> None:
     """Two sequences of unequal length, the shorter padded on the left, as generation libraries batch them."""
-    request = ov.Core().compile_model(stores["llama"], "CPU", EXACT).create_infer_request()
+    request = CORE.compile_model(stores["llama"], "CPU", EXACT).create_infer_request()
     short, long = PROMPT[:20], PROMPT
     padding = len(long) - len(short)
     inputs = {

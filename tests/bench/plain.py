@@ -9,6 +9,7 @@ import openvino as ov
 
 from dskquant import parameter_set
 from dskquant.engines.openvino import compile_properties
+from dskquant.engines.openvino.core import CORE
 from dskquant.engines.openvino.graph import OpenVINOGraph
 from dskquant.engines.openvino.ir import find_weights, read_ir
 from dskquant.engines.openvino.paged import keep_wanted_logits, to_paged
@@ -45,5 +46,5 @@ def compile_plain(directory: Path, mode: PrecisionMode) -> OpenVINOGraph:
     to_paged(model, StoreManifest.read(directory).num_layers)
     keep_wanted_logits(model)
     modes = frozenset({mode})
-    compiled = ov.Core().compile_model(model, "CPU", compile_properties(modes, CompileOptions()))
+    compiled = CORE.compile_model(model, "CPU", compile_properties(modes, CompileOptions()))
     return OpenVINOGraph(compiled, modes, 0, None)

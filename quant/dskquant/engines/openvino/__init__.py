@@ -10,6 +10,7 @@ from typing import Any
 import openvino as ov
 
 from dskquant import parameter_set
+from dskquant.engines.openvino.core import CORE
 from dskquant.engines.openvino.graph import BLOCK_SIZE, OpenVINOGraph
 from dskquant.engines.openvino.ir import find_weights, read_ir
 from dskquant.engines.openvino.observe import (
@@ -99,7 +100,7 @@ def _compile(
     store: Path, model: ov.Model, modes: frozenset[PrecisionMode], options: CompileOptions
 ) -> ov.CompiledModel:
     try:
-        return ov.Core().compile_model(model, "CPU", compile_properties(modes, options))
+        return CORE.compile_model(model, "CPU", compile_properties(modes, options))
     except RuntimeError as error:
         raise EngineError(f"{store}: OpenVINO cannot compile the model: {error}") from error
 
@@ -119,7 +120,7 @@ def compile_properties(modes: frozenset[PrecisionMode], options: CompileOptions)
 
 def _half_type() -> str:
     """The 16-bit arithmetic this CPU has; float32 where it has none."""
-    capabilities = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    capabilities = CORE.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return next((name.lower() for name in ("BF16", "FP16") if name in capabilities), "f32").replace("fp16", "f16")
 
 

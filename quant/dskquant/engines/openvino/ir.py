@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 
+from dskquant.engines.openvino.core import CORE
 from dskquant.errors import StoreError
 from dskquant.planes import Float32
 from dskquant.scheme import Role
@@ -54,7 +55,7 @@ def read_ir(store: Path) -> ov.Model:
     if not path.is_file():
         raise StoreError(f"{path}: missing; convert the model again")
     try:
-        model = ov.Core().read_model(path)
+        model = CORE.read_model(path)
     except RuntimeError as error:
         raise StoreError(f"{path}: not a readable OpenVINO IR: {str(error).strip().splitlines()[-1]}") from error
     _forget_runtime_options(model)

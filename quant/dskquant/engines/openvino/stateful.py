@@ -11,6 +11,7 @@ import numpy as np
 import openvino as ov
 
 from dskquant.architecture import DecoderConfig
+from dskquant.engines.openvino.core import CORE
 from dskquant.engines.protocol import Logits
 from dskquant.errors import SourceError
 from dskquant.floats import all_finite
@@ -37,7 +38,7 @@ def inspect_ir(path: Path, decoder: DecoderConfig) -> Weights:
     Raises SourceError saying what is different.
     """
     try:
-        model = ov.Core().read_model(path)
+        model = CORE.read_model(path)
     except RuntimeError as error:
         raise SourceError(f"{path}: not a readable OpenVINO IR: {str(error).strip().splitlines()[-1]}") from error
     for role, expected, found in (
@@ -87,7 +88,7 @@ class StatefulModel:
     """Runs a stateful IR on its own, one sequence, in float32 arithmetic: the plain form of what graphs do in pages."""
 
     def __init__(self, path: Path) -> None:
-        self._request = ov.Core().compile_model(path, "CPU", EXACT).create_infer_request()
+        self._request = CORE.compile_model(path, "CPU", EXACT).create_infer_request()
         self._past = 0
 
     def run(self, tokens: Sequence[int]) -> Logits:
