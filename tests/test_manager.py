@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -38,6 +39,7 @@ from dskquant import golden
 from dskquant.divergence import Divergence
 from dskquant.engines.protocol import CompileOptions, KVCache, Logits, StepBatch, WeightSource
 from dskquant.errors import StoreError
+from dskquant.forward import AtOnce
 from dskquant.modes import LADDER, PrecisionMode
 from dskquant.parameter_set import ParameterSet
 from dskquant.store import DEFAULT_PARAMETER_SET, GOLDEN, IR_BIN, TOKENIZER, file_sha256
@@ -84,6 +86,7 @@ class ToyEngine:
     sharpness: float = 1.0
     needed_bytes: int = 0
     largest_cache: int = ToyGraph.largest_cache
+    on_run: Callable[[StepBatch], None] = lambda batch: None
     gate: threading.Event = field(default_factory=threading.Event)  # what a compilation waits for
     at_gate: threading.Event = field(default_factory=threading.Event)  # whether one has come there
 
@@ -105,7 +108,7 @@ class ToyEngine:
         if self.error:
             raise self.error
         graph = ToyGraph(modes, poison=self.poison)
-        graph.sharpness, graph.largest_cache = self.sharpness, self.largest_cache
+        graph.sharpness, graph.largest_cache, graph.on_run = self.sharpness, self.largest_cache, self.on_run
         self.graphs.append(graph)
         return graph
 
@@ -238,6 +241,26 @@ async def test_the_old_mode_serves_on_while_the_new_one_is_built(store: Path) ->
 
 
 @asynchronous
+async def test_a_proof_takes_turns_with_the_steps_of_open_requests(store: Path) -> None:
+    """And reads one token of each golden prompt a turn, so that no answer waits for long."""
+    turns: list[int] = []  # tokens of the proof, 0 for a step of the request
+    async with serving(store) as bench:
+        bench.engine.on_run = lambda batch: turns.append(len(batch.token_ids))
+        async with aclosing(bench.manager.generate(GenerationRequest("open", PROMPT, 100_000))) as outputs:
+            await anext(outputs)
+            bench.engine.of(INT4)[0].on_run = lambda batch: turns.append(0)
+            await bench.switch(FP32)
+    prompts = golden.encode_prompts(store)
+    longest = max(map(len, prompts))
+    warm_up, *proof = [tokens for tokens in turns if tokens][: 1 + longest]  # then the graph serves
+    assert warm_up == len(prompts)
+    assert proof == [sum(len(prompt) > position for prompt in prompts) for position in range(longest)]
+    flip = len(turns) - 1 - turns[::-1].index(0)
+    in_a_row = sum(all(pair) for pair in itertools.pairwise(turns[:flip]))
+    assert in_a_row <= 1  # the warm-up waits for no turn
+
+
+@asynchronous
 async def test_a_switch_that_nobody_waits_for_tells_its_end_by_an_event(store: Path) -> None:
     async with serving(store) as bench:
         report = await bench.switch(FP16, wait=False)
@@ -353,7 +376,7 @@ def test_figures_that_are_no_numbers_pass_no_limit(store: Path, monkeypatch: pyt
     figures = Divergence(1, math.nan, math.nan, math.nan, finite=True)
     monkeypatch.setattr(Divergence, "between", lambda *_: figures)
     with pytest.raises(FailedPreconditionError, match="its mean KL to the reference is nan"):
-        Prover(golden.read(store), ToyEngine(), TOY_PROOF).prove(graph)
+        Prover(golden.read(store), ToyEngine(), TOY_PROOF).prove(graph, AtOnce())
 
 
 def test_a_reference_that_is_no_number_is_refused(store: Path) -> None:

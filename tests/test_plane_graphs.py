@@ -16,7 +16,7 @@ from dskquant.convert import ConvertOptions, convert
 from dskquant.engines import load_engine
 from dskquant.engines.protocol import CompileOptions, Graph, StepBatch, WeightLayout
 from dskquant.errors import EngineError, StoreError
-from dskquant.forward import forward
+from dskquant.forward import AtOnce, blocks_for, forward, forward_together
 from dskquant.modes import PrecisionMode
 from dskquant.scheme import Scheme
 from dskquant.store import DEFAULT_PARAMETER_SET, StoreManifest
@@ -225,3 +225,14 @@ def test_a_cache_of_another_precision_is_refused_with_what_to_do(store: Path) ->
     eight_bit = ENGINE.compile(store, {INT4, INT8}, CompileOptions())
     with pytest.raises(EngineError, match="u8 suits all modes"):
         eight_bit.bind(exact.allocate_cache(1))
+
+
+@pytest.mark.parametrize("piece", [1, 7, 256])
+def test_texts_read_side_by_side_get_the_logits_of_each_alone(piece: int, tmp_path: Path) -> None:
+    graph = ENGINE.compile(quantized_store("llama", tmp_path / "store"), {INT8}, SEPARATE)
+    texts = [PROMPT, PROMPT[5:25], PROMPT[:3]]
+    graph.bind(graph.allocate_cache(len(texts) * blocks_for(len(PROMPT), ENGINE.block_size)))
+    together = forward_together(graph, texts, INT8, block_size=ENGINE.block_size, last=10, runner=AtOnce(piece))
+    for text, logits in zip(texts, together, strict=True):
+        (alone,) = forward(graph, text, INT8, block_size=ENGINE.block_size)
+        np.testing.assert_allclose(logits, alone[-10:], atol=1e-4)

@@ -1,13 +1,52 @@
-"""Runs a text through a graph outside of any serving: one sequence, in pieces, from an empty cache."""
+"""Runs texts through a graph outside of any serving, in pieces, from an empty cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from dskquant.engines.protocol import Graph, Logits, StepBatch
 from dskquant.modes import PrecisionMode
+
+
+class Runner(Protocol):
+    """Where and in which portions a graph runs."""
+
+    @property
+    def piece(self) -> int:
+        """The most tokens of each text that the next run may read."""
+        ...
+
+    def run(self, graph: Graph, batch: StepBatch) -> Logits: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """Runs on the calling thread."""
+
+    piece: int = 256
+
+    def run(self, graph: Graph, batch: StepBatch) -> Logits:
+        return graph.run(batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one text, some of whose logits are wanted."""
+
+    text: Sequence[int]
+    begin: int
+    end: int
+    wanted_from: int
+    first_block: int
+
+    @property
+    def wanted(self) -> range:
+        """The positions in the text whose logits are wanted."""
+        return range(max(self.begin, self.wanted_from), self.end)
 
 
 def forward(
@@ -26,12 +65,42 @@ def forward(
     asked for.
     """
     for begin in range(0, len(tokens), piece):
-        end = min(begin + piece, len(tokens))
-        logit_rows = range(max(begin, wanted_from), end) or range(end - 1, end)
-        blocks = range(first_block, first_block + blocks_for(end, block_size))
-        logits = graph.run(_piece_of(tokens, begin, end, logit_rows, mode, blocks))
-        if end > wanted_from:
+        chunk = Chunk(tokens, begin, min(begin + piece, len(tokens)), wanted_from, first_block)
+        logits = graph.run(batch_of([chunk], mode, block_size))
+        if chunk.wanted:
             yield logits
+
+
+def forward_together(
+    graph: Graph,
+    texts: Sequence[Sequence[int]],
+    mode: PrecisionMode,
+    *,
+    block_size: int,
+    last: int,
+    runner: Runner,
+) -> list[Logits]:
+    """Logits [n, vocabulary] of the `last` positions of each text, all texts read side by side.
+
+    Uses `blocks_for(longest text)` blocks for each text, from the first block on of the cache bound to `graph`.
+    """
+    found: list[list[Logits]] = [[] for _ in texts]
+    longest = max(map(len, texts))
+    begin = 0
+    while begin < longest:
+        end = begin + runner.piece
+        chunks = {
+            index: Chunk(text, begin, min(end, len(text)), len(text) - last, index * blocks_for(longest, block_size))
+            for index, text in enumerate(texts)
+            if begin < len(text)
+        }
+        logits = runner.run(graph, batch_of(list(chunks.values()), mode, block_size))
+        row = 0
+        for index, chunk in chunks.items():
+            found[index].append(logits[row : row + len(chunk.wanted)].copy())
+            row += len(chunk.wanted)
+        begin = end
+    return [np.concatenate(pieces) for pieces in found]
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -39,17 +108,20 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-def _piece_of(
-    tokens: Sequence[int], begin: int, end: int, logit_rows: range, mode: PrecisionMode, blocks: range
-) -> StepBatch:
-    rows = np.arange(end - begin, dtype=np.int32)
+def batch_of(chunks: Sequence[Chunk], mode: PrecisionMode, block_size: int) -> StepBatch:
+    """One run that reads `chunks`, whose texts have been read up to there; at least one position has logits."""
+    begins = np.cumsum([0, *(chunk.end - chunk.begin for chunk in chunks)], dtype=np.int32)
+    tables = [chunk.first_block + np.arange(blocks_for(chunk.end, block_size), dtype=np.int32) for chunk in chunks]
+    offsets = [begin - chunk.begin for begin, chunk in zip(begins.tolist(), chunks, strict=False)]
+    wanted = [position + offset for chunk, offset in zip(chunks, offsets, strict=True) for position in chunk.wanted]
+    rows = np.arange(begins[-1], dtype=np.int32)
     return StepBatch(
-        token_ids=np.array(tokens[begin:end], np.int64),
-        positions=np.arange(begin, end, dtype=np.int64),
-        past_lens=np.array([begin], np.int32),
-        subsequence_begins=np.array([0, end - begin], np.int32),
-        block_indices=np.array(blocks, np.int32),
-        block_indices_begins=np.array([0, len(blocks)], np.int32),
+        token_ids=np.concatenate([np.array(chunk.text[chunk.begin : chunk.end], np.int64) for chunk in chunks]),
+        positions=np.concatenate([np.arange(chunk.begin, chunk.end, dtype=np.int64) for chunk in chunks]),
+        past_lens=np.array([chunk.begin for chunk in chunks], np.int32),
+        subsequence_begins=begins,
+        block_indices=np.concatenate(tables),
+        block_indices_begins=np.cumsum([0, *map(len, tables)], dtype=np.int32),
         residual_rows=rows if mode is PrecisionMode.INT8 else rows[:0],
-        logit_rows=np.array(logit_rows, np.int32) - np.int32(begin),
+        logit_rows=np.array(wanted, np.int32) if wanted else rows[-1:],
     )

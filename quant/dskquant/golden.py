@@ -14,9 +14,9 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache, Logits
+from dskquant.engines.protocol import CompileOptions, Engine, Graph, Logits
 from dskquant.errors import StoreError
-from dskquant.forward import blocks_for, forward
+from dskquant.forward import AtOnce, Runner, blocks_for, forward_together
 from dskquant.mapped_safetensors import MappedSafetensors
 from dskquant.modes import PrecisionMode
 from dskquant.store import GOLDEN, TOKENIZER
@@ -80,7 +80,7 @@ def create(store: Path, engine: Engine) -> None:
     """
     graph = engine.compile(store, {PrecisionMode.FP32}, CompileOptions(kv_precision="f32"))
     try:
-        logits = answers(encode_prompts(store), graph, engine, PrecisionMode.FP32)
+        logits = answers(encode_prompts(store), graph, engine, PrecisionMode.FP32, AtOnce())
     finally:
         graph.close()
     if not np.isfinite(logits).all():
@@ -88,17 +88,16 @@ def create(store: Path, engine: Engine) -> None:
     save_file({LOGITS: logits}, store / GOLDEN)
 
 
-def answers(prompts: Sequence[Sequence[int]], graph: Graph, engine: Engine, mode: PrecisionMode) -> Logits:
-    """Logits of the last SCORED positions of every prompt, end to end; leaves a scratch cache bound to `graph`."""
-    cache = graph.allocate_cache(blocks_for(MAX_TOKENS, engine.block_size))
-    graph.bind(cache)
-    return np.concatenate([_last_logits(prompt, graph, cache, mode) for prompt in prompts])
+def answers(
+    prompts: Sequence[Sequence[int]], graph: Graph, engine: Engine, mode: PrecisionMode, runner: Runner
+) -> Logits:
+    """Logits of the last SCORED positions of every prompt, end to end, [positions, vocabulary].
 
-
-def _last_logits(prompt: Sequence[int], graph: Graph, cache: KVCache, mode: PrecisionMode) -> Logits:
-    scored_from = max(0, len(prompt) - SCORED)
-    (logits,) = forward(graph, prompt, mode, block_size=cache.block_size, piece=len(prompt), wanted_from=scored_from)
-    return logits.copy()
+    Leaves a scratch cache bound to `graph`.
+    """
+    graph.bind(graph.allocate_cache(len(prompts) * blocks_for(MAX_TOKENS, engine.block_size)))
+    block_size = engine.block_size
+    return np.concatenate(forward_together(graph, prompts, mode, block_size=block_size, last=SCORED, runner=runner))
 
 
 def encode_prompts(store: Path) -> tuple[tuple[int, ...], ...]:

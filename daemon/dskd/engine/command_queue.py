@@ -40,9 +40,9 @@ class CommandQueue:
             self._changed.wait_for(lambda: self._commands)
 
     def apply_all(self) -> bool:
-        """Applies what is queued, in order; whether there was anything. For the consumer alone."""
-        had_commands = bool(self._commands)
-        while self._commands:
+        """Applies what is queued by now, in order; whether there was anything. For the consumer alone."""
+        queued = len(self._commands)
+        for _ in range(queued):
             command, future = self._commands.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
@@ -50,7 +50,7 @@ class CommandQueue:
                 command(future)
             except Exception as error:
                 future.set_exception(error)
-        return had_commands
+        return queued > 0
 
     def close(self, reason: Exception) -> None:
         """Answers what is queued and whatever is asked from now on with `reason`."""

@@ -14,6 +14,7 @@ from dskd.manager.generation import Generation
 from dskd.manager.proof import Proof, Prover
 from dskd.priority import lower_priority
 from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
+from dskquant.forward import Runner
 from dskquant.modes import PrecisionMode
 
 
@@ -67,9 +68,14 @@ class Builder:
         memory.require(max(needed - given_back, 0), f"loading {names}")
 
     def build(
-        self, generation: Generation, modes: frozenset[PrecisionMode], cache: KVCache | None, overtaking: Overtaking
+        self,
+        generation: Generation,
+        modes: frozenset[PrecisionMode],
+        cache: KVCache | None,
+        runner: Runner,
+        overtaking: Overtaking,
     ) -> Build:
-        """Blocks for as long as it takes, at a low priority.
+        """Blocks for as long as it takes, at a low priority; the proof runs on `runner`.
 
         Without `cache` nothing serves yet: the build has the usual priority, which the threads keep that the engine
         starts and will serve with, and the caller binds the graph.
@@ -87,8 +93,11 @@ class Builder:
             graph = self.engine.compile(self.store, modes, self.options, generation.effective_parameters)
         try:
             overtaking.check()
+            with _timed(phases, "build"):
+                self.prover.warm_up(graph)
+            overtaking.check()
             with _timed(phases, "prove"):
-                proofs = self.prover.prove(graph)
+                proofs = self.prover.prove(graph, runner)
                 graph.release_source()
                 if cache is not None:
                     graph.bind(cache)
@@ -102,4 +111,4 @@ class Builder:
 def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
-    phases[name] = (time.perf_counter() - began) * 1e3
+    phases[name] = phases.get(name, 0.0) + (time.perf_counter() - began) * 1e3

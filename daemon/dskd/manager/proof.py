@@ -10,6 +10,7 @@ from dskd.errors import FailedPreconditionError
 from dskquant import golden
 from dskquant.divergence import Divergence
 from dskquant.engines.protocol import Engine, Graph, Logits
+from dskquant.forward import AtOnce, Runner
 from dskquant.modes import LADDER, PrecisionMode
 
 HARMLESS_KL = 0.02
@@ -43,13 +44,21 @@ class Prover:
         """Whether KL is measured against the reference itself, so that it says how noisy a mode is."""
         return self._reference is not None
 
-    def prove(self, graph: Graph) -> list[Proof]:
-        """Runs `graph` in each mode, the most exact first, which also warms it up; leaves a scratch cache bound.
+    def prove(self, graph: Graph, runner: Runner) -> list[Proof]:
+        """Asks `graph`, which has run in each mode before, in each mode, the most exact first.
+
+        Leaves a scratch cache bound.
 
         Raises FailedPreconditionError, naming the mode and the figures, when an answer is not finite or too far away.
         """
         modes = [mode for mode in reversed(LADDER) if mode in graph.modes]
-        return [self._prove_mode(graph, mode) for mode in modes]
+        return [self._prove_mode(graph, mode, runner) for mode in modes]
+
+    def warm_up(self, graph: Graph) -> None:
+        """Runs `graph` once in each mode, on this thread: the first run packs weights and takes many times as long."""
+        starts = [prompt[:1] for prompt in self._prompts]
+        for mode in graph.modes:
+            golden.answers(starts, graph, self._engine, mode, AtOnce())
 
     def judge_change(self, before: Mapping[PrecisionMode, float], after: Collection[Proof]) -> None:
         """Raises FailedPreconditionError when a mode of a new generation is much noisier than it was before."""
@@ -66,8 +75,8 @@ class Prover:
                     f"that of the serving generation {known:.3g} (limit: {worst:g} times that)",
                 )
 
-    def _prove_mode(self, graph: Graph, mode: PrecisionMode) -> Proof:
-        logits = golden.answers(self._prompts, graph, self._engine, mode)
+    def _prove_mode(self, graph: Graph, mode: PrecisionMode, runner: Runner) -> Proof:
+        logits = golden.answers(self._prompts, graph, self._engine, mode, runner)
         proof = Proof(mode, Divergence.between(self._reference_for(logits), logits))
         self._judge(proof)
         self._offer_stand_in(mode, logits)

@@ -19,8 +19,10 @@ from dskd.errors import FailedPreconditionError
 from dskd.manager.build import Build, Builder, Overtaking
 from dskd.manager.events import EventBus
 from dskd.manager.generation import Generation
+from dskd.manager.pacing import BetweenSteps
 from dskd.manager.proof import Proof
 from dskquant.engines.protocol import Graph, KVCache
+from dskquant.forward import AtOnce, Runner
 from dskquant.modes import LADDER, QUANTIZED, PrecisionMode
 
 LONGEST_NAP_S = 5.0
@@ -87,6 +89,7 @@ class Residency:
         self._stirred = asyncio.Event()
         self._is_settling = False
         self._cache: KVCache | None = None  # before `attach` and after `close`
+        self._runner: Runner = AtOnce()  # there is no loop before `attach`
         self._serving = 0  # number of the generation that serves
         self._wanted: Counter[PrecisionMode] = Counter()
 
@@ -126,7 +129,7 @@ class Residency:
         """Builds the graphs of `modes` before there is a loop or a cache."""
         for graph_id in dict.fromkeys(self._id(generation, mode) for mode in modes):
             if graph_id not in self._residents:
-                build = await self._build(generation, graph_id, None, Overtaking())
+                build = await self._build(generation, graph_id, Overtaking())
                 last_use = {generation.number: time.monotonic()}
                 self._residents[graph_id] = Resident(build.graph, build.proofs, last_use)
 
@@ -137,7 +140,7 @@ class Residency:
 
     async def attach(self, loop: StepLoop, cache: KVCache) -> None:
         """Gives `loop` the graphs built so far, bound to `cache`, and those built later."""
-        self._loop, self._cache = loop, cache
+        self._loop, self._cache, self._runner = loop, cache, BetweenSteps(loop)
         for resident in self._residents.values():
             resident.graph.bind(cache)
             for number in resident.last_use:
@@ -245,7 +248,7 @@ class Residency:
                     return phases  # it was on its way out, and stayed
                 if resident is None:  # else another generation that agrees on it has it
                     self._publish("mode.preparing", f"preparing {graph_id.name}", wanted)
-                    build = await self._build(generation, graph_id, self._cache, overtaking)
+                    build = await self._build(generation, graph_id, overtaking)
                     resident, phases = Resident(build.graph, build.proofs), build.phases_ms
                 await asyncio.wrap_future(self._loop.install(generation.number, resident.graph))
                 resident.last_use[generation.number] = time.monotonic()
@@ -255,11 +258,9 @@ class Residency:
         self._publish("mode.resident", f"{graph_id.name} is resident", wanted, phases_ms=phases)
         return phases
 
-    async def _build(
-        self, generation: Generation, graph_id: GraphId, cache: KVCache | None, overtaking: Overtaking
-    ) -> Build:
+    async def _build(self, generation: Generation, graph_id: GraphId, overtaking: Overtaking) -> Build:
         build = await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._builder.build, generation, graph_id.modes, cache, overtaking
+            self._thread, self._builder.build, generation, graph_id.modes, self._cache, self._runner, overtaking
         )
         for proof in build.proofs:
             figures = proof.divergence

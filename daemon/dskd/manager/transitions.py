@@ -11,7 +11,9 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from dskd.manager.journal import Journal
 from dskd.manager.residency import Residency
 from dskd.manager.state_file import Committed, KeptGeneration
 from dskd.manager.types import Change, ChangeReport, HistoryEntry, ModeProof
+from dskd.priority import lower_priority
 from dskquant.modes import LADDER, QUANTIZED, PrecisionMode
 from dskquant.parameter_set import ParameterSet
 
@@ -101,6 +104,7 @@ class Transitions:
         self._state_file = state_file
         self._journal = journal
         self._last_number = last_number  # of all generations there ever were
+        self._reader = ThreadPoolExecutor(1, f"read-{model}", lower_priority)
         self._commit_lock = asyncio.Lock()
         self._last_mode_ticket = 0
         self._committed_mode_ticket = 0
@@ -110,6 +114,7 @@ class Transitions:
     def close(self) -> None:
         """Refuses what is not committed yet."""
         self._is_closed = True
+        self._reader.shutdown(wait=False)
         if self._newest_swap:
             self._newest_swap.overtaking.overtake("the unloading of the model")
 
@@ -154,7 +159,8 @@ class Transitions:
 
     async def try_out(self, plan: Plan) -> ChangeReport:
         """Validates `plan` and changes nothing. Raises what `carry_out` raises before it builds anything."""
-        await asyncio.to_thread(self._resolve, plan, lambda found: found, lambda: self._last_number + 1)
+        self.require_open()
+        await self._resolve(plan, lambda found: found, lambda: self._last_number + 1)
         target = plan.target or self.serving.generation
         missing = [mode for mode in self._needed(plan) if not self._residency.has(target, mode)]
         self._builder.require_memory({self._builder.options.graph_key(mode) for mode in missing})
@@ -199,11 +205,8 @@ class Transitions:
     async def _validate(self, plan: Plan) -> None:
         began = time.perf_counter()
         try:
-            await asyncio.to_thread(
-                self._resolve,
-                plan,
-                lambda found: self._catalogue.keep(found, plan.overtaking.happened),
-                self._next_number,
+            await self._resolve(
+                plan, lambda found: self._catalogue.keep(found, plan.overtaking.happened), self._next_number
             )
         except KeepCancelledError:
             plan.overtaking.check()
@@ -212,23 +215,30 @@ class Transitions:
         if plan.is_swap:
             plan.spend({"validate": _ms_since(began)})
 
-    def _resolve(
+    async def _resolve(
         self, plan: Plan, keep: Callable[[ParameterSet], ParameterSet], next_number: Callable[[], int]
     ) -> None:
-        """Finds the generation that `plan` asks for; for a worker thread."""
+        """Finds the generation that `plan` asks for."""
         if plan.change.monitor:
             self._check_monitor(plan.change.monitor)
+        if plan.is_swap:
+            find = partial(self._find_target, plan, keep, next_number)
+            plan.target = await asyncio.get_running_loop().run_in_executor(self._reader, find)
+
+    def _find_target(
+        self, plan: Plan, keep: Callable[[ParameterSet], ParameterSet], next_number: Callable[[], int]
+    ) -> Generation:
+        """Reads and checks whole parameter sets."""
         if plan.returns_to is not None:
-            plan.target = self._catalogue.reopen(plan.returns_to)
-        elif plan.is_swap:
-            now, change = self.serving.generation, plan.change
-            layers = now.layers if change.layers is None else change.layers
-            parameters = now.parameters if change.parameters is None else self._catalogue.find(change.parameters)
-            target = self._catalogue.generation(0, parameters, layers)  # the rules are checked before it is kept
-            numbers = {kept.hash: kept.number for kept in self.serving.kept}
-            number = numbers.get(target.hash) or next_number()
-            kept = parameters if change.parameters is None else keep(parameters)
-            plan.target = self._catalogue.generation(number, kept, layers)
+            return self._catalogue.reopen(plan.returns_to)
+        now, change = self.serving.generation, plan.change
+        layers = now.layers if change.layers is None else change.layers
+        parameters = now.parameters if change.parameters is None else self._catalogue.find(change.parameters)
+        target = self._catalogue.generation(0, parameters, layers)  # the rules are checked before it is kept
+        numbers = {kept.hash: kept.number for kept in self.serving.kept}
+        number = numbers.get(target.hash) or next_number()
+        kept = parameters if change.parameters is None else keep(parameters)
+        return self._catalogue.generation(number, kept, layers)
 
     def _next_number(self) -> int:
         self._last_number += 1
