@@ -15,7 +15,7 @@ from dskquant.modes import PrecisionMode
 
 FULL = """
 share = 0.1
-time_share = 0.02
+time_share = 0.01
 reference = "int8"
 window = 1024
 window_s = 60
@@ -45,7 +45,7 @@ def test_every_key_is_read() -> None:
     assert problems == []
     assert config == MonitorConfig(
         share=0.1,
-        time_share=0.02,
+        time_share=0.01,
         reference=PrecisionMode.INT8,
         window=1024,
         window_s=60.0,

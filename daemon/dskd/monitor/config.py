@@ -54,7 +54,7 @@ class MonitorConfig:
     """[monitor]: all of it."""
 
     share: Annotated[float, Between(0, 1)] = 0.05  # of the made tokens that are scored by the reference
-    time_share: Annotated[float, Between(0, 1)] = 0.03  # of the loop's time that scoring may take
+    time_share: Annotated[float, Between(0, 1)] = 0.02  # of the loop's time that scoring may take
     reference: PrecisionMode | None = None  # None: the most exact resident mode
     own_context: bool = False  # the reference computes the whole sequence anew, instead of reading the served cache
     window: Annotated[int, Between(40)] = 512  # samples of a mode that statistics are made of

@@ -33,7 +33,7 @@ def measure(store: Path) -> Section:
         "Noise monitor: overhead",
         f"1.5B random Llama in INT4, {STREAMS} streams, prompts of {PROMPT} tokens, {NEW} new ones, default "
         "sampling (5 % "
-        f"of the blocks, at most 3 % of the time); medians of {REPEATS} interleaved rounds, each compared with the "
+        f"of the blocks, at most 2 % of the time); medians of {REPEATS} interleaved rounds, each compared with the "
         "one "
         "before it in the same turn. Time spent: by the step loop in the parts that measure, over the time of the "
         "round.",
