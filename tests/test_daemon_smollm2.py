@@ -46,6 +46,7 @@ MODES = (PRECISION_MODE_INT4, PRECISION_MODE_INT8, PRECISION_MODE_FP16, PRECISIO
 STREAMS = 8
 SWITCHES = 200
 LENGTH = inference_pb2.FINISH_REASON_LENGTH
+IDLE_WITHIN_S = 60.0
 ROUNDING_MARGIN = 1e-3
 """Two tokens closer than this, in nats, may change places by rounding that depends on the size of the batch."""
 
@@ -419,10 +420,15 @@ async def cancelled_somewhere(client: Client, chosen: random.Random) -> None:
 
 
 async def idle_model(client: Client) -> control_pb2.ModelStatus:
-    """The state of the model once it has no request left."""
-    while (model := await client.model()).running_requests + model.waiting_requests:
-        pass
-    return model
+    """The state of the model once it has no request left, and the monitor has given back the blocks it scored."""
+
+    async def idle() -> control_pb2.ModelStatus:
+        while True:
+            model = await client.model()
+            if not model.running_requests + model.waiting_requests and model.kv_blocks_free == model.kv_blocks_total:
+                return model
+
+    return await asyncio.wait_for(idle(), IDLE_WITHIN_S)
 
 
 # Wrong requests

@@ -169,7 +169,7 @@ async def test_of_eight_requests_only_the_one_that_is_hard_for_int4_is_escalated
     async with connected(daemon) as client, client.watching() as events:
         await apply_set(client, smollm2_store / DEFAULT_PARAMETER_SET)
         await apply(client, f'[monitor]\nscope = "request"\n[monitor.threshold]\nint4 = {REQUEST_THRESHOLD}\n')
-        easy = [asyncio.create_task(client.answer(f"{line}\n" * 4, LONG)) for line in EASY_LINES]
+        easy = [asyncio.create_task(client.answer(f"{line}\n" * 12, LONG)) for line in EASY_LINES]
         hard = asyncio.create_task(client.answer(HARD_PROMPT, LONG, sampling=HARD_SAMPLING))
         tripped = await fallback_event(events, "-> tripped")
         easy_answers = await asyncio.gather(*easy)

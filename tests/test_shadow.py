@@ -129,6 +129,19 @@ def expected_kl(prompt: tuple[int, ...], made: list[MadeToken], mode: PrecisionM
     return scores
 
 
+def test_no_block_is_scored_between_two_steps_that_something_else_was_done_between(bench: Bench) -> None:
+    bench.now(bench.loop.set_scoring(ScoringPlan(INT8, ALL, ALL)))
+    bench.submit("a", (1, 2, 3, 4), 16)
+    scorer = bench.loop._core._scorer
+    for _ in range(9):  # a block of 4 is full by then
+        assert bench.now(bench.loop.between_steps(lambda: "done")) == "done"
+        bench.loop.run_one_step()
+    assert scorer.has_jobs
+    for _ in range(3):
+        bench.loop.run_one_step()
+    assert not scorer.has_jobs
+
+
 @pytest.mark.parametrize("reference", [INT8, FP16, FP32])
 @pytest.mark.parametrize("own_context", [False, True])
 def test_every_position_of_a_scored_block_has_the_kl_of_its_two_modes(

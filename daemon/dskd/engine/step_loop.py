@@ -66,6 +66,7 @@ class StepLoop:
         )
         self._thread = Thread(target=self._run, name=f"step-loop-{model}", daemon=True)
         self._stopping = False
+        self._turn_is_taken = False  # by `between_steps`, since the last step
 
     # Life
 
@@ -160,8 +161,16 @@ class StepLoop:
         return self._commands.ask(lambda: self._core.set_scoring(plan))
 
     def between_steps(self, work: Callable[[], T]) -> Future[T]:
-        """Does `work` on the loop's thread, which serves nobody meanwhile; one at a time between two steps."""
-        return self._commands.ask(work)
+        """Does `work` on the loop's thread, which serves nobody meanwhile; one at a time between two steps.
+
+        No answer is measured between these two: what waits for both would wait too long.
+        """
+
+        def take_turn() -> T:
+            self._turn_is_taken = True
+            return work()
+
+        return self._commands.ask(take_turn)
 
     def snapshot(self) -> LoopSnapshot:
         """The state after some recent step."""
@@ -180,7 +189,9 @@ class StepLoop:
             if not self._core.is_idle:
                 self._core.step()
                 self._core.settle()
-            self._core.score()
+            if not self._turn_is_taken:
+                self._core.score()
+            self._turn_is_taken = False
 
     def _run(self) -> None:
         reason: Exception = UnavailableError("the model is being unloaded")
