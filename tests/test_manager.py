@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
 import random
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,11 +25,13 @@ from tests.fakes import FakeGraph, assert_right_answer
 from dskd import memory, state_lock
 from dskd.config import ModelConfig, ProofConfig, SchedulerConfig
 from dskd.engine.request import GenerationRequest, InFlight, MadeToken, StepOutput
+from dskd.engine.step_loop import StepLoop
 from dskd.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
 from dskd.listen import StartupError
 from dskd.manager.events import Event, EventBus, Subscription
 from dskd.manager.history import History
 from dskd.manager.manager import QuantizerManager
+from dskd.manager.pacing import FIRST_PIECE, LONGEST_PAUSE_S, BetweenSteps
 from dskd.manager.proof import Prover
 from dskd.manager.state_file import Committed
 from dskd.manager.types import SwitchReport
@@ -39,7 +41,7 @@ from dskquant import golden
 from dskquant.divergence import Divergence
 from dskquant.engines.protocol import CompileOptions, KVCache, Logits, StepBatch, WeightSource
 from dskquant.errors import StoreError
-from dskquant.forward import AtOnce
+from dskquant.forward import AtOnce, forward_together
 from dskquant.modes import LADDER, PrecisionMode
 from dskquant.parameter_set import ParameterSet
 from dskquant.store import DEFAULT_PARAMETER_SET, GOLDEN, IR_BIN, TOKENIZER, file_sha256
@@ -242,7 +244,6 @@ async def test_the_old_mode_serves_on_while_the_new_one_is_built(store: Path) ->
 
 @asynchronous
 async def test_a_proof_takes_turns_with_the_steps_of_open_requests(store: Path) -> None:
-    """And reads one token of each golden prompt a turn, so that no answer waits for long."""
     turns: list[int] = []  # tokens of the proof, 0 for a step of the request
     async with serving(store) as bench:
         bench.engine.on_run = lambda batch: turns.append(len(batch.token_ids))
@@ -250,14 +251,41 @@ async def test_a_proof_takes_turns_with_the_steps_of_open_requests(store: Path) 
             await anext(outputs)
             bench.engine.of(INT4)[0].on_run = lambda batch: turns.append(0)
             await bench.switch(FP32)
-    prompts = golden.encode_prompts(store)
-    longest = max(map(len, prompts))
-    warm_up, *proof = [tokens for tokens in turns if tokens][: 1 + longest]  # then the graph serves
-    assert warm_up == len(prompts)
-    assert proof == [sum(len(prompt) > position for prompt in prompts) for position in range(longest)]
-    flip = len(turns) - 1 - turns[::-1].index(0)
-    in_a_row = sum(all(pair) for pair in itertools.pairwise(turns[:flip]))
-    assert in_a_row <= 1  # the warm-up waits for no turn
+    lengths = [len(prompt) for prompt in golden.encode_prompts(store)]
+    warm_up, *proof = [tokens for tokens in turns if tokens][:3]  # then the graph serves
+    assert warm_up == len(lengths)
+    assert proof == [FIRST_PIECE * len(lengths), sum(lengths) - FIRST_PIECE * len(lengths)]
+    first = turns.index(proof[0])
+    assert 0 in turns[first : turns.index(proof[1])]
+
+
+def test_a_piece_of_a_proof_takes_about_as_long_as_a_pause_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the model: 20 ms a token here, in two texts."""
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+
+    class Slow(ToyGraph):
+        def run(self, batch: StepBatch) -> Logits:
+            nonlocal now
+            now += 0.02 * len(batch.token_ids)
+            return super().run(batch)
+
+    class Loop:
+        def between_steps(self, work: Callable[[], Logits]) -> Future[Logits]:
+            done: Future[Logits] = Future()
+            done.set_result(work())
+            return done
+
+    graph = Slow({FP32})
+    graph.bind(graph.allocate_cache(64))
+    forward_together(
+        graph, [range(50), range(50)], FP32, block_size=4, last=1, runner=BetweenSteps(cast(StepLoop, Loop()))
+    )
+    fits = int(LONGEST_PAUSE_S / 0.04)
+    assert [len(batch.token_ids) // 2 for batch in graph.batches] == [
+        FIRST_PIECE,
+        *[fits] * ((50 - FIRST_PIECE) // fits),
+    ]
 
 
 @asynchronous

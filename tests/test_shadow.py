@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from tests.fakes import FakeCache, FakeGraph, assert_right_answer, fake_graphs, toy_logits
 
 from dskd.config import SchedulerConfig
+from dskd.engine.block_pool import BlockPool
+from dskd.engine.graph_table import GraphTable
 from dskd.engine.request import (
     BlockScore,
     GenerationRequest,
@@ -24,6 +26,8 @@ from dskd.engine.request import (
     ScoringPlan,
     StepOutput,
 )
+from dskd.engine.scheduler import Scheduler
+from dskd.engine.shadow import ShadowScorer
 from dskd.engine.step_loop import StepLoop
 from dskd.monitor.config import LongContextConfig, MonitorConfig
 from dskquant.engines.protocol import Logits, StepBatch
@@ -129,17 +133,16 @@ def expected_kl(prompt: tuple[int, ...], made: list[MadeToken], mode: PrecisionM
     return scores
 
 
-def test_no_block_is_scored_between_two_steps_that_something_else_was_done_between(bench: Bench) -> None:
-    bench.now(bench.loop.set_scoring(ScoringPlan(INT8, ALL, ALL)))
-    bench.submit("a", (1, 2, 3, 4), 16)
-    scorer = bench.loop._core._scorer
-    for _ in range(9):  # a block of 4 is full by then
-        assert bench.now(bench.loop.between_steps(lambda: "done")) == "done"
-        bench.loop.run_one_step()
-    assert scorer.has_jobs
-    for _ in range(3):
-        bench.loop.run_one_step()
-    assert not scorer.has_jobs
+@pytest.mark.parametrize(("is_preparing", "earned"), [(False, 0.08), (True, 0.02)])
+def test_while_a_graph_is_built_a_quarter_of_the_time_may_be_spent(is_preparing: bool, earned: float) -> None:
+    scorer = ShadowScorer(GraphTable(), lambda seen: None, lambda call: None)
+    scorer.set_plan(ScoringPlan(INT8, ALL, 0.02), Scheduler(SchedulerConfig(), BlockPool(4, 4)))
+    scorer.is_thrifty = is_preparing
+    scorer.earn(4.0)
+    scorer._budget.spend(earned - 1e-6)
+    assert scorer._budget.allows
+    scorer._budget.spend(2e-6)
+    assert not scorer._budget.allows
 
 
 @pytest.mark.parametrize("reference", [INT8, FP16, FP32])

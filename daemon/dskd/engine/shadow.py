@@ -31,6 +31,9 @@ from dskquant.modes import QUANTIZED, PrecisionMode
 MOST_RECORDINGS = 8
 """Under way or waiting to be scored; each keeps up to a block of logit rows (6 MB for 50,000 tokens)."""
 
+THRIFT = 0.25
+"""Of the time that may be spent on scoring while a graph is being built: steps are slower then as it is."""
+
 LEAST_POSITIONS = 4
 """That are worth a run of a graph."""
 
@@ -50,6 +53,7 @@ class ShadowScorer:
         self._ask = ask
         self._plan: ScoringPlan | None = None
         self._budget = TimeBudget(0.0)
+        self.is_thrifty = False
         self._recordings: dict[str, Recording] = {}
         self._jobs: deque[Job] = deque()
         self._thread: ThreadPoolExecutor | None = None
@@ -148,7 +152,7 @@ class ShadowScorer:
 
     def earn(self, seconds: float) -> None:
         """The loop has run for `seconds`: a share of them may be spent on scoring."""
-        self._budget.earn(seconds)
+        self._budget.earn(seconds * THRIFT if self.is_thrifty else seconds)
 
     def run_next(self, scheduler: Scheduler, is_idle: bool) -> None:
         """Begins the oldest job if its time has been earned; when the loop `is_idle`, time costs nobody anything."""

@@ -177,6 +177,10 @@ class StepCore:
         """Measures by `plan` from now on."""
         self._scorer.set_plan(plan, self._scheduler)
 
+    def set_preparing(self, is_preparing: bool) -> None:
+        """Whether a graph is being built meanwhile."""
+        self._scorer.is_thrifty = is_preparing
+
     def drain(self, grace_s: float, done: Future[int]) -> None:
         """Refuses new requests; `done` resolves, with the number of those aborted, when none is open any more."""
         self._drain_deadline = min(self._drain_deadline, time.perf_counter() + grace_s)

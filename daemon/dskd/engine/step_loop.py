@@ -66,7 +66,6 @@ class StepLoop:
         )
         self._thread = Thread(target=self._run, name=f"step-loop-{model}", daemon=True)
         self._stopping = False
-        self._turn_is_taken = False  # by `between_steps`, since the last step
 
     # Life
 
@@ -161,16 +160,12 @@ class StepLoop:
         return self._commands.ask(lambda: self._core.set_scoring(plan))
 
     def between_steps(self, work: Callable[[], T]) -> Future[T]:
-        """Does `work` on the loop's thread, which serves nobody meanwhile; one at a time between two steps.
+        """Does `work` on the loop's thread, which serves nobody meanwhile; one at a time between two steps."""
+        return self._commands.ask(work)
 
-        No answer is measured between these two: what waits for both would wait too long.
-        """
-
-        def take_turn() -> T:
-            self._turn_is_taken = True
-            return work()
-
-        return self._commands.ask(take_turn)
+    def set_preparing(self, is_preparing: bool) -> Future[None]:
+        """Tells whether a graph is being built beside the loop: measuring takes less time then."""
+        return self._commands.ask(lambda: self._core.set_preparing(is_preparing))
 
     def snapshot(self) -> LoopSnapshot:
         """The state after some recent step."""
@@ -189,9 +184,7 @@ class StepLoop:
             if not self._core.is_idle:
                 self._core.step()
                 self._core.settle()
-            if not self._turn_is_taken:
-                self._core.score()
-            self._turn_is_taken = False
+            self._core.score()
 
     def _run(self) -> None:
         reason: Exception = UnavailableError("the model is being unloaded")

@@ -6,13 +6,14 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dskd import memory
 from dskd.errors import FailedPreconditionError
 from dskd.manager.generation import Generation
 from dskd.manager.proof import Proof, Prover
-from dskd.priority import lower_priority
+from dskd.priority import lower_priority, when_idle
 from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
 from dskquant.forward import Runner
 from dskquant.modes import PrecisionMode
@@ -90,11 +91,9 @@ class Builder:
         with _timed(phases, "validate"):
             self.require_memory([modes])
         with _timed(phases, "build"):
-            graph = self.engine.compile(self.store, modes, self.options, generation.effective_parameters)
+            compiled = partial(self._compile, generation, modes)
+            graph = compiled() if cache is None else when_idle(compiled)
         try:
-            overtaking.check()
-            with _timed(phases, "build"):
-                self.prover.warm_up(graph)
             overtaking.check()
             with _timed(phases, "prove"):
                 proofs = self.prover.prove(graph, runner)
@@ -105,6 +104,16 @@ class Builder:
             graph.close()
             raise
         return Build(graph, proofs, phases)
+
+    def _compile(self, generation: Generation, modes: frozenset[PrecisionMode]) -> Graph:
+        """A graph that has run once."""
+        graph = self.engine.compile(self.store, modes, self.options, generation.effective_parameters)
+        try:
+            self.prover.warm_up(graph)
+        except BaseException:
+            graph.close()
+            raise
+        return graph
 
 
 @contextmanager

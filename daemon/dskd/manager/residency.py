@@ -259,9 +259,10 @@ class Residency:
         return phases
 
     async def _build(self, generation: Generation, graph_id: GraphId, overtaking: Overtaking) -> Build:
-        build = await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._builder.build, generation, graph_id.modes, self._cache, self._runner, overtaking
-        )
+        with self._preparing():
+            build = await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._builder.build, generation, graph_id.modes, self._cache, self._runner, overtaking
+            )
         for proof in build.proofs:
             figures = proof.divergence
             self._log.info(
@@ -272,6 +273,17 @@ class Residency:
                 agreement=figures.agreement,
             )
         return build
+
+    @contextmanager
+    def _preparing(self) -> Iterator[None]:
+        if self._cache is None:  # nothing serves yet
+            yield
+            return
+        self._loop.set_preparing(True)
+        try:
+            yield
+        finally:
+            self._loop.set_preparing(len(self._builds) > 1)  # this one is among them
 
     async def _look_at(self, graph_id: GraphId, retention: Retention) -> list[float]:
         """Releases what has been unused for long enough; the seconds until next looks."""
