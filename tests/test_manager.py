@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import random
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
-from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,13 +25,11 @@ from tests.fakes import FakeGraph, assert_right_answer
 from dskd import memory, state_lock
 from dskd.config import ModelConfig, ProofConfig, SchedulerConfig
 from dskd.engine.request import GenerationRequest, InFlight, MadeToken, StepOutput
-from dskd.engine.step_loop import StepLoop
 from dskd.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
 from dskd.listen import StartupError
 from dskd.manager.events import Event, EventBus, Subscription
 from dskd.manager.history import History
 from dskd.manager.manager import QuantizerManager
-from dskd.manager.pacing import FIRST_PIECE, LONGEST_PAUSE_S, BetweenSteps
 from dskd.manager.proof import Prover
 from dskd.manager.state_file import Committed
 from dskd.manager.types import SwitchReport
@@ -41,7 +39,6 @@ from dskquant import golden
 from dskquant.divergence import Divergence
 from dskquant.engines.protocol import CompileOptions, KVCache, Logits, StepBatch, WeightSource
 from dskquant.errors import StoreError
-from dskquant.forward import AtOnce, forward_together
 from dskquant.modes import LADDER, PrecisionMode
 from dskquant.parameter_set import ParameterSet
 from dskquant.store import DEFAULT_PARAMETER_SET, GOLDEN, IR_BIN, TOKENIZER, file_sha256
@@ -243,49 +240,15 @@ async def test_the_old_mode_serves_on_while_the_new_one_is_built(store: Path) ->
 
 
 @asynchronous
-async def test_a_proof_takes_turns_with_the_steps_of_open_requests(store: Path) -> None:
-    turns: list[int] = []  # tokens of the proof, 0 for a step of the request
+async def test_graphs_are_made_and_asked_on_cores_that_nobody_else_wants(store: Path) -> None:
+    """While something serves: the threads that an engine starts for the first graphs are those it will serve with."""
+    policies: list[int] = []
     async with serving(store) as bench:
-        bench.engine.on_run = lambda batch: turns.append(len(batch.token_ids))
-        async with aclosing(bench.manager.generate(GenerationRequest("open", PROMPT, 100_000))) as outputs:
-            await anext(outputs)
-            bench.engine.of(INT4)[0].on_run = lambda batch: turns.append(0)
-            await bench.switch(FP32)
-    lengths = [len(prompt) for prompt in golden.encode_prompts(store)]
-    warm_up, *proof = [tokens for tokens in turns if tokens][:3]  # then the graph serves
-    assert warm_up == len(lengths)
-    assert proof == [FIRST_PIECE * len(lengths), sum(lengths) - FIRST_PIECE * len(lengths)]
-    first = turns.index(proof[0])
-    assert 0 in turns[first : turns.index(proof[1])]
-
-
-def test_a_piece_of_a_proof_takes_about_as_long_as_a_pause_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the model: 20 ms a token here, in two texts."""
-    now = 0.0
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-
-    class Slow(ToyGraph):
-        def run(self, batch: StepBatch) -> Logits:
-            nonlocal now
-            now += 0.02 * len(batch.token_ids)
-            return super().run(batch)
-
-    class Loop:
-        def between_steps(self, work: Callable[[], Logits]) -> Future[Logits]:
-            done: Future[Logits] = Future()
-            done.set_result(work())
-            return done
-
-    graph = Slow({FP32})
-    graph.bind(graph.allocate_cache(64))
-    forward_together(
-        graph, [range(50), range(50)], FP32, block_size=4, last=1, runner=BetweenSteps(cast(StepLoop, Loop()))
-    )
-    fits = int(LONGEST_PAUSE_S / 0.04)
-    assert [len(batch.token_ids) // 2 for batch in graph.batches] == [
-        FIRST_PIECE,
-        *[fits] * ((50 - FIRST_PIECE) // fits),
-    ]
+        bench.engine.on_run = lambda batch: policies.append(os.sched_getscheduler(0))
+        await bench.switch(FP32)
+        bench.engine.graphs[-1].on_run = lambda batch: policies.append(-1)
+        await bench.answer(new=2)
+    assert policies == [os.SCHED_IDLE, -1, -1]
 
 
 @asynchronous
@@ -400,11 +363,10 @@ def test_a_distance_to_no_number_is_none(damaged: str) -> None:
 
 
 def test_figures_that_are_no_numbers_pass_no_limit(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = ToyGraph({FP32})
     figures = Divergence(1, math.nan, math.nan, math.nan, finite=True)
     monkeypatch.setattr(Divergence, "between", lambda *_: figures)
     with pytest.raises(FailedPreconditionError, match="its mean KL to the reference is nan"):
-        Prover(golden.read(store), ToyEngine(), TOY_PROOF).prove(graph, AtOnce())
+        Prover(golden.read(store), ToyEngine(), TOY_PROOF).judge({FP32: np.zeros((1, 2), np.float32)})
 
 
 def test_a_reference_that_is_no_number_is_refused(store: Path) -> None:

@@ -16,7 +16,7 @@ from dskquant.convert import ConvertOptions, convert
 from dskquant.engines import load_engine
 from dskquant.engines.protocol import CompileOptions, Graph, StepBatch, WeightLayout
 from dskquant.errors import EngineError, StoreError
-from dskquant.forward import AtOnce, blocks_for, forward, forward_together
+from dskquant.forward import blocks_for, forward, forward_together
 from dskquant.modes import PrecisionMode
 from dskquant.scheme import Scheme
 from dskquant.store import DEFAULT_PARAMETER_SET, StoreManifest
@@ -232,7 +232,7 @@ def test_texts_read_side_by_side_get_the_logits_of_each_alone(piece: int, tmp_pa
     graph = ENGINE.compile(quantized_store("llama", tmp_path / "store"), {INT8}, SEPARATE)
     texts = [PROMPT, PROMPT[5:25], PROMPT[:3]]
     graph.bind(graph.allocate_cache(len(texts) * blocks_for(len(PROMPT), ENGINE.block_size)))
-    together = forward_together(graph, texts, INT8, block_size=ENGINE.block_size, last=10, runner=AtOnce(piece))
+    together = forward_together(graph, texts, INT8, block_size=ENGINE.block_size, last=10, piece=piece)
     for text, logits in zip(texts, together, strict=True):
         (alone,) = forward(graph, text, INT8, block_size=ENGINE.block_size)
         np.testing.assert_allclose(logits, alone[-10:], atol=1e-4)

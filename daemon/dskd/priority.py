@@ -18,6 +18,11 @@ def lower_priority() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
+def at_once(work: Callable[[], T]) -> T:
+    """Does `work` in the calling thread."""
+    return work()
+
+
 def when_idle(work: Callable[[], T]) -> T:
     """Does `work` in a thread of its own that only gets a core which nobody else wants: SCHED_IDLE, sched(7).
 

@@ -4,33 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from dskquant.engines.protocol import Graph, Logits, StepBatch
 from dskquant.modes import PrecisionMode
-
-
-class Runner(Protocol):
-    """Where and in which portions a graph runs."""
-
-    @property
-    def piece(self) -> int:
-        """The most tokens of each text that the next run may read."""
-        ...
-
-    def run(self, graph: Graph, batch: StepBatch) -> Logits: ...
-
-
-@dataclass(frozen=True, slots=True)
-class AtOnce:
-    """Runs on the calling thread."""
-
-    piece: int = 256
-
-    def run(self, graph: Graph, batch: StepBatch) -> Logits:
-        return graph.run(batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,28 +56,26 @@ def forward_together(
     *,
     block_size: int,
     last: int,
-    runner: Runner,
+    piece: int = 256,
 ) -> list[Logits]:
-    """Logits [n, vocabulary] of the `last` positions of each text, all texts read side by side.
+    """Logits [n, vocabulary] of the `last` positions of each text, all read side by side, `piece` tokens of each a run.
 
     Uses `blocks_for(longest text)` blocks for each text, from the first block on of the cache bound to `graph`.
     """
     found: list[list[Logits]] = [[] for _ in texts]
     longest = max(map(len, texts))
-    begin = 0
-    while begin < longest:
-        end = begin + runner.piece
+    for begin in range(0, longest, piece):
+        end = begin + piece
         chunks = {
             index: Chunk(text, begin, min(end, len(text)), len(text) - last, index * blocks_for(longest, block_size))
             for index, text in enumerate(texts)
             if begin < len(text)
         }
-        logits = runner.run(graph, batch_of(list(chunks.values()), mode, block_size))
+        logits = graph.run(batch_of(list(chunks.values()), mode, block_size))
         row = 0
         for index, chunk in chunks.items():
             found[index].append(logits[row : row + len(chunk.wanted)].copy())
             row += len(chunk.wanted)
-        begin = end
     return [np.concatenate(pieces) for pieces in found]
 
 

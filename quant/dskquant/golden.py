@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from dskquant.engines.protocol import CompileOptions, Engine, Graph, Logits
 from dskquant.errors import StoreError
-from dskquant.forward import AtOnce, Runner, blocks_for, forward_together
+from dskquant.forward import blocks_for, forward_together
 from dskquant.mapped_safetensors import MappedSafetensors
 from dskquant.modes import PrecisionMode
 from dskquant.store import GOLDEN, TOKENIZER
@@ -80,7 +80,7 @@ def create(store: Path, engine: Engine) -> None:
     """
     graph = engine.compile(store, {PrecisionMode.FP32}, CompileOptions(kv_precision="f32"))
     try:
-        logits = answers(encode_prompts(store), graph, engine, PrecisionMode.FP32, AtOnce())
+        logits = answers(encode_prompts(store), graph, engine, PrecisionMode.FP32)
     finally:
         graph.close()
     if not np.isfinite(logits).all():
@@ -88,16 +88,13 @@ def create(store: Path, engine: Engine) -> None:
     save_file({LOGITS: logits}, store / GOLDEN)
 
 
-def answers(
-    prompts: Sequence[Sequence[int]], graph: Graph, engine: Engine, mode: PrecisionMode, runner: Runner
-) -> Logits:
+def answers(prompts: Sequence[Sequence[int]], graph: Graph, engine: Engine, mode: PrecisionMode) -> Logits:
     """Logits of the last SCORED positions of every prompt, end to end, [positions, vocabulary].
 
     Leaves a scratch cache bound to `graph`.
     """
     graph.bind(graph.allocate_cache(len(prompts) * blocks_for(MAX_TOKENS, engine.block_size)))
-    block_size = engine.block_size
-    return np.concatenate(forward_together(graph, prompts, mode, block_size=block_size, last=SCORED, runner=runner))
+    return np.concatenate(forward_together(graph, prompts, mode, block_size=engine.block_size, last=SCORED))
 
 
 def encode_prompts(store: Path) -> tuple[tuple[int, ...], ...]:

@@ -6,16 +6,14 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from dskd import memory
 from dskd.errors import FailedPreconditionError
 from dskd.manager.generation import Generation
 from dskd.manager.proof import Proof, Prover
-from dskd.priority import lower_priority, when_idle
+from dskd.priority import at_once, lower_priority, when_idle
 from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
-from dskquant.forward import Runner
 from dskquant.modes import PrecisionMode
 
 
@@ -73,10 +71,9 @@ class Builder:
         generation: Generation,
         modes: frozenset[PrecisionMode],
         cache: KVCache | None,
-        runner: Runner,
         overtaking: Overtaking,
     ) -> Build:
-        """Blocks for as long as it takes, at a low priority; the proof runs on `runner`.
+        """Blocks for as long as it takes; the engine works when the cores are idle.
 
         Without `cache` nothing serves yet: the build has the usual priority, which the threads keep that the engine
         starts and will serve with, and the caller binds the graph.
@@ -90,13 +87,14 @@ class Builder:
         overtaking.check()
         with _timed(phases, "validate"):
             self.require_memory([modes])
+        engine_thread = at_once if cache is None else when_idle
         with _timed(phases, "build"):
-            compiled = partial(self._compile, generation, modes)
-            graph = compiled() if cache is None else when_idle(compiled)
+            parameters = generation.effective_parameters
+            graph = engine_thread(lambda: self.engine.compile(self.store, modes, self.options, parameters))
         try:
             overtaking.check()
             with _timed(phases, "prove"):
-                proofs = self.prover.prove(graph, runner)
+                proofs = self.prover.judge(engine_thread(lambda: self.prover.ask(graph)))
                 graph.release_source()
                 if cache is not None:
                     graph.bind(cache)
@@ -105,19 +103,9 @@ class Builder:
             raise
         return Build(graph, proofs, phases)
 
-    def _compile(self, generation: Generation, modes: frozenset[PrecisionMode]) -> Graph:
-        """A graph that has run once."""
-        graph = self.engine.compile(self.store, modes, self.options, generation.effective_parameters)
-        try:
-            self.prover.warm_up(graph)
-        except BaseException:
-            graph.close()
-            raise
-        return graph
-
 
 @contextmanager
 def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
-    phases[name] = phases.get(name, 0.0) + (time.perf_counter() - began) * 1e3
+    phases[name] = (time.perf_counter() - began) * 1e3

@@ -10,8 +10,10 @@ from dskd.errors import FailedPreconditionError
 from dskquant import golden
 from dskquant.divergence import Divergence
 from dskquant.engines.protocol import Engine, Graph, Logits
-from dskquant.forward import AtOnce, Runner
 from dskquant.modes import LADDER, PrecisionMode
+
+Answers = Mapping[PrecisionMode, Logits]
+"""To the golden prompts: logits [positions, vocabulary] by mode."""
 
 HARMLESS_KL = 0.02
 """Nats per token below which noise is never much: modes that are nearly exact may differ by any factor."""
@@ -44,21 +46,16 @@ class Prover:
         """Whether KL is measured against the reference itself, so that it says how noisy a mode is."""
         return self._reference is not None
 
-    def prove(self, graph: Graph, runner: Runner) -> list[Proof]:
-        """Asks `graph`, which has run in each mode before, in each mode, the most exact first.
+    def ask(self, graph: Graph) -> Answers:
+        """What `graph` answers in each of its modes; also warms it up. Leaves a scratch cache bound."""
+        return {mode: golden.answers(self._prompts, graph, self._engine, mode) for mode in graph.modes}
 
-        Leaves a scratch cache bound.
+    def judge(self, answers: Answers) -> list[Proof]:
+        """Compares answers with the reference's, the most exact mode first.
 
-        Raises FailedPreconditionError, naming the mode and the figures, when an answer is not finite or too far away.
+        Raises FailedPreconditionError, naming the mode and the figures, when one is not finite or too far away.
         """
-        modes = [mode for mode in reversed(LADDER) if mode in graph.modes]
-        return [self._prove_mode(graph, mode, runner) for mode in modes]
-
-    def warm_up(self, graph: Graph) -> None:
-        """Runs `graph` once in each mode, on this thread: the first run packs weights and takes many times as long."""
-        starts = [prompt[:1] for prompt in self._prompts]
-        for mode in graph.modes:
-            golden.answers(starts, graph, self._engine, mode, AtOnce())
+        return [self._judge(mode, answers[mode]) for mode in reversed(LADDER) if mode in answers]
 
     def judge_change(self, before: Mapping[PrecisionMode, float], after: Collection[Proof]) -> None:
         """Raises FailedPreconditionError when a mode of a new generation is much noisier than it was before."""
@@ -75,10 +72,9 @@ class Prover:
                     f"that of the serving generation {known:.3g} (limit: {worst:g} times that)",
                 )
 
-    def _prove_mode(self, graph: Graph, mode: PrecisionMode, runner: Runner) -> Proof:
-        logits = golden.answers(self._prompts, graph, self._engine, mode, runner)
+    def _judge(self, mode: PrecisionMode, logits: Logits) -> Proof:
         proof = Proof(mode, Divergence.between(self._reference_for(logits), logits))
-        self._judge(proof)
+        self._require_limits(proof)
         self._offer_stand_in(mode, logits)
         return proof
 
@@ -91,7 +87,7 @@ class Prover:
         if self._stand_in is None or LADDER.index(mode) >= LADDER.index(self._stand_in[0]):
             self._stand_in = mode, proven
 
-    def _judge(self, proof: Proof) -> None:
+    def _require_limits(self, proof: Proof) -> None:
         mode, figures = proof.mode.value, proof.divergence
         if not figures.finite:
             raise FailedPreconditionError(mode, f"{mode} failed its proof: an answer to a golden prompt is not finite")

@@ -19,10 +19,8 @@ from dskd.errors import FailedPreconditionError
 from dskd.manager.build import Build, Builder, Overtaking
 from dskd.manager.events import EventBus
 from dskd.manager.generation import Generation
-from dskd.manager.pacing import BetweenSteps
 from dskd.manager.proof import Proof
 from dskquant.engines.protocol import Graph, KVCache
-from dskquant.forward import AtOnce, Runner
 from dskquant.modes import LADDER, QUANTIZED, PrecisionMode
 
 LONGEST_NAP_S = 5.0
@@ -89,7 +87,6 @@ class Residency:
         self._stirred = asyncio.Event()
         self._is_settling = False
         self._cache: KVCache | None = None  # before `attach` and after `close`
-        self._runner: Runner = AtOnce()  # there is no loop before `attach`
         self._serving = 0  # number of the generation that serves
         self._wanted: Counter[PrecisionMode] = Counter()
 
@@ -140,7 +137,7 @@ class Residency:
 
     async def attach(self, loop: StepLoop, cache: KVCache) -> None:
         """Gives `loop` the graphs built so far, bound to `cache`, and those built later."""
-        self._loop, self._cache, self._runner = loop, cache, BetweenSteps(loop)
+        self._loop, self._cache = loop, cache
         for resident in self._residents.values():
             resident.graph.bind(cache)
             for number in resident.last_use:
@@ -261,7 +258,7 @@ class Residency:
     async def _build(self, generation: Generation, graph_id: GraphId, overtaking: Overtaking) -> Build:
         with self._preparing():
             build = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._builder.build, generation, graph_id.modes, self._cache, self._runner, overtaking
+                self._thread, self._builder.build, generation, graph_id.modes, self._cache, overtaking
             )
         for proof in build.proofs:
             figures = proof.divergence
