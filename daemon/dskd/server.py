@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
+from dskapi.open_inference import service_pb2, service_pb2_grpc
 from dskapi.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from dskd import systemd
 from dskd.address import Address
@@ -28,6 +29,8 @@ from dskd.rpc.control import DAEMON_STOPPED, ControlService
 from dskd.rpc.gate import Gate
 from dskd.rpc.inference import InferenceService
 from dskd.rpc.interceptor import CallInterceptor
+from dskd.rpc.open_inference import OpenInferenceService
+from dskd.rpc.responder import Responder
 from dskd.states import ModelState
 from dskd.watch.registry_target import RegistryTarget
 from dskd.watch.watcher import Watcher
@@ -47,6 +50,7 @@ WATCH_STATE = "watch.json"
 SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
     control_pb2.DESCRIPTOR.services_by_name["Control"].full_name,
+    service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
     health.SERVICE_NAME,
     reflection.SERVICE_NAME,
 )
@@ -74,7 +78,7 @@ class Daemon:
         self.addresses: tuple[Address, ...] = ()  # those really bound
         self._gate = Gate(config.server.max_concurrent_requests)
         self._health = health.aio.HealthServicer()
-        self._inference = InferenceService(self.registry, self._gate)
+        self._responder = Responder(self.registry, self._gate)
         self._watcher = self._make_watcher()
         self._watching: asyncio.Task[None] | None = None
         self._figures = figures or CollectorRegistry()
@@ -134,7 +138,7 @@ class Daemon:
         forced = await self._drain()
         self.events.publish(DAEMON_STOPPED, "", "the daemon has stopped")
         await self._server.stop(0 if forced else LAST_WORDS_S)
-        self._inference.close()
+        self._responder.close()
         await _end(self._readiness)
         await _end(self._counting)
         if self._metrics:
@@ -212,7 +216,9 @@ class Daemon:
         watched = self.config.watch.directory
         config = self.config
         control = ControlService(config.server, config.monitor, self.registry, self.events, self.history, watched)
-        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
+        open_inference = OpenInferenceService(self.registry, self._responder, config.server.grace_s)
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self._responder), server)
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(open_inference, server)
         control_pb2_grpc.add_ControlServicer_to_server(control, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(SERVICES, server)

@@ -21,7 +21,7 @@ from dskd.monitor.config import MonitorConfig
 from dskd.quant_config import difference
 from dskd.registry import ModelRegistry
 from dskd.rpc.convert import MODES, chosen_in_flight, chosen_mode, timestamp
-from dskd.rpc.interceptor import Context
+from dskd.rpc.interceptor import Context, actor
 from dskd.rpc.noise_report import noise_response
 from dskd.rpc.quant_request import QuantRequestReader
 from dskd.rpc.report import (
@@ -71,7 +71,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             raise InvalidArgumentError("mode", f"is needed; known: {', '.join(mode.value for mode in MODES)}")
         in_flight = chosen_in_flight(request.in_flight, "in_flight")
         model = self._registry.resolve(request.model)
-        report = await model.serving_host.switch(mode, in_flight, _actor(context), request.wait, request.pin)
+        report = await model.serving_host.switch(mode, in_flight, actor(context), request.wait, request.pin)
         return switch_response(model.name, report)
 
     async def ApplyConfig(
@@ -81,14 +81,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
         model = self._registry.get(config.model)
         structlog.contextvars.bind_contextvars(model=model.name)
         change = difference(None, config, model.config.default_mode)
-        report = await model.serving_host.apply(change, _actor(context), dry_run=request.dry_run, wait=request.wait)
+        report = await model.serving_host.apply(change, actor(context), dry_run=request.dry_run, wait=request.wait)
         return change_response(model.name, report)
 
     async def Rollback(self, request: control_pb2.RollbackRequest, context: Context) -> control_pb2.ChangeResponse:
         in_flight = chosen_in_flight(request.in_flight, "in_flight")
         model = self._registry.resolve(request.model)
         generation = request.generation or None
-        report = await model.serving_host.rollback(generation, in_flight, _actor(context), request.wait)
+        report = await model.serving_host.rollback(generation, in_flight, actor(context), request.wait)
         return change_response(model.name, report)
 
     async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Context) -> control_pb2.GetStatusResponse:
@@ -117,7 +117,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             raise InvalidArgumentError("model", "must not be empty")
         if request.path:
             self._registry.add(request.model, self._config_from_path(request))
-        await self._registry.load(request.model, _actor(context))
+        await self._registry.load(request.model, actor(context))
         return control_pb2.LoadModelResponse(
             model=model_status(self._registry.get(request.model)), load_ms=_ms_since(started)
         )
@@ -139,7 +139,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.UnloadModelResponse:
         started = time.monotonic()
         model = self._registry.resolve(request.model)
-        aborted = await self._registry.unload(model.name, _actor(context), self._config.grace_s)
+        aborted = await self._registry.unload(model.name, actor(context), self._config.grace_s)
         return control_pb2.UnloadModelResponse(model=model.name, aborted_requests=aborted, unload_ms=_ms_since(started))
 
     async def GetNoise(self, request: control_pb2.GetNoiseRequest, context: Context) -> control_pb2.GetNoiseResponse:
@@ -182,11 +182,6 @@ def _lost_message(subscription: Subscription, told: int) -> control_pb2.Event:
     )
     message.fields.update({"lost": lost})
     return message
-
-
-def _actor(context: Context) -> str:
-    """`rpc:unix` or `rpc:ipv4:127.0.0.1:50412`; the other end of a unix socket has no name."""
-    return f"rpc:{context.peer().rstrip(':')}"
 
 
 def _ms_since(started: float) -> float:

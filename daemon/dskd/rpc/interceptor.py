@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
+from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from dskd.errors import EXPECTED_ERRORS, InvalidArgumentError
@@ -18,7 +20,7 @@ from dskd.rpc.status import status_of
 
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 
-OWN_SERVICES = "/dskapi."
+OWN_SERVICES = ("/dskapi.", "/inference.")
 LONGEST_NAME = 100
 """Characters of a model name that get into the log; a client may send any."""
 
@@ -42,31 +44,52 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or not method.startswith(OWN_SERVICES):
             return handler
+        deserialize: Any = handler.request_deserializer
+        read = partial(_decoded_each if handler.request_streaming else _decoded, deserialize)
+        if handler.request_streaming:
+            both = _answering(method, handler.stream_stream, read)
+            return grpc.stream_stream_rpc_method_handler(both, response_serializer=handler.response_serializer)
         if handler.response_streaming:
-            stream = _answering(method, handler.unary_stream, handler.request_deserializer)
+            stream = _answering(method, handler.unary_stream, read)
             return grpc.unary_stream_rpc_method_handler(stream, response_serializer=handler.response_serializer)
-        single = _answering(method, handler.unary_unary, handler.request_deserializer)
+        single = _answering(method, handler.unary_unary, read)
         return grpc.unary_unary_rpc_method_handler(single, response_serializer=handler.response_serializer)
 
 
+def name_request() -> str:
+    """A new id for the request that the running task answers; it stays in the context of the task."""
+    request_id = uuid.uuid4().hex
+    REQUEST_ID.set(request_id)
+    structlog.contextvars.bind_contextvars(request_id=request_id)
+    return request_id
+
+
+def failure(error: Exception, method: str) -> Status:
+    """What a client gets for the `error` being handled; the log explains it if nobody expected it."""
+    if not isinstance(error, EXPECTED_ERRORS):
+        log.exception("unexpected error", method=method, error_id=REQUEST_ID.get())
+    return status_of(error, REQUEST_ID.get())
+
+
+def actor(context: Context) -> str:
+    """`rpc:unix` or `rpc:ipv4:127.0.0.1:50412`; the other end of a unix socket has no name."""
+    return f"rpc:{context.peer().rstrip(':')}"
+
+
 # The behaviours are typed as those of the synchronous server by the stubs of grpc; hence Any.
-def _answering(method: str, behaviour: Any, deserialize: Any) -> Any:
+def _answering(method: str, behaviour: Any, read: Callable[[Any], Any]) -> Any:
     """A handler of raw requests around `behaviour`, so that an undecodable request gets a status of ours too."""
 
-    async def answer(raw: bytes, context: Context) -> Any:
-        request_id = uuid.uuid4().hex
-        REQUEST_ID.set(request_id)  # each call runs in a task, hence in a context of its own
-        structlog.contextvars.bind_contextvars(request_id=request_id)
+    async def answer(raw: Any, context: Context) -> Any:
+        name_request()  # each call runs in a task, hence in a context of its own
         started = time.monotonic()
         code = grpc.StatusCode.CANCELLED
         try:
-            response = await behaviour(_decoded(raw, deserialize), context)
+            response = await behaviour(read(raw), context)
             code = grpc.StatusCode.OK
             return response
         except Exception as error:
-            if not isinstance(error, EXPECTED_ERRORS):
-                log.exception("unexpected error", method=method, error_id=request_id)
-            packed = rpc_status.to_status(status_of(error, request_id))
+            packed = rpc_status.to_status(failure(error, method))
             code = packed.code
             await context.abort(packed.code, packed.details, packed.trailing_metadata)
         finally:
@@ -76,11 +99,16 @@ def _answering(method: str, behaviour: Any, deserialize: Any) -> Any:
     return answer
 
 
-def _decoded(raw: bytes, deserialize: Callable[[bytes], Any]) -> Any:
+async def _decoded_each(deserialize: Callable[[bytes], Any], raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for raw in raws:
+        yield _decoded(deserialize, raw)
+
+
+def _decoded(deserialize: Callable[[bytes], Any], raw: bytes) -> Any:
     try:
         request = deserialize(raw)
     except DecodeError as error:
         raise InvalidArgumentError("request", f"cannot be decoded: {error}") from error
-    if model := getattr(request, "model", ""):
+    if model := getattr(request, "model", "") or getattr(request, "model_name", ""):
         structlog.contextvars.bind_contextvars(model=model[:LONGEST_NAME])
     return request

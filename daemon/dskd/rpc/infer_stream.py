@@ -1,0 +1,78 @@
+"""Requests of one stream, answered at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import grpc
+
+from dskapi.open_inference import infer_pb2
+from dskapi.v1 import inference_pb2
+from dskd.rpc.infer_request import fields_of_infer_request, generate_request
+from dskd.rpc.infer_response import stream_response
+from dskd.rpc.interceptor import Context, failure, name_request
+from dskd.rpc.responder import Responder
+
+MOST_OPEN = 64
+"""Requests of one stream that are answered at a time; the next one is read when one of them has ended."""
+
+METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+
+
+class InferStream:
+    """One call of ModelStreamInfer."""
+
+    def __init__(self, responder: Responder, context: Context) -> None:
+        self._responder = responder
+        self._context = context
+        self._free = asyncio.Semaphore(MOST_OPEN)
+        self._sending = asyncio.Lock()  # one response at a time, says gRPC
+        self._answers: set[asyncio.Task[None]] = set()
+
+    async def run(self, requests: AsyncIterator[infer_pb2.ModelInferRequest]) -> None:
+        """Answers all `requests`. When that is cancelled, or one of them cannot be read, the open ones are too."""
+        try:
+            async for request in requests:
+                await self._free.acquire()
+                answer = asyncio.create_task(self._answer(request), name="stream answer")
+                self._answers.add(answer)
+                answer.add_done_callback(self._ended)
+            await asyncio.gather(*self._answers)
+        finally:
+            for answer in self._answers:
+                answer.cancel()
+            await asyncio.gather(*self._answers, return_exceptions=True)
+
+    def _ended(self, answer: asyncio.Task[None]) -> None:
+        """One that could not even tell that it failed is kept, for `run` to fail with it."""
+        self._free.release()
+        if not answer.cancelled() and answer.exception() is None:
+            self._answers.discard(answer)
+
+    async def _answer(self, request: infer_pb2.ModelInferRequest) -> None:
+        name_request()
+        try:
+            with fields_of_infer_request():
+                await self._respond(request)
+        except Exception as error:
+            status = failure(error, METHOD)
+            code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+            response = infer_pb2.ModelStreamInferResponse(error_message=f"{code.name}: {status.message}")
+            response.infer_response.id = request.id
+            await self._send(response)
+
+    async def _respond(self, request: infer_pb2.ModelInferRequest) -> None:
+        """Tokens without text, such as the first bytes of a character, are told together with the next text."""
+        untold: list[inference_pb2.GenerateResponse] = []
+        async with aclosing(self._responder.respond(generate_request(request))) as responses:
+            async for response in responses:
+                untold.append(response)
+                if response.text or response.finish_reason:
+                    await self._send(stream_response(request, untold))
+                    untold = []
+
+    async def _send(self, response: infer_pb2.ModelStreamInferResponse) -> None:
+        async with self._sending:
+            await self._context.write(response)
