@@ -31,7 +31,7 @@ from dskapi.open_inference import (
 )
 from dskapi.v1 import inference_pb2
 from dskd.engine.request import FinishReason, GenerationRequest, SamplingParams, StepOutput
-from dskd.rpc.infer_request import generate_request
+from dskd.rpc.infer_request import PARAMETER_KINDS, generate_request
 from dskd.rpc.infer_stream import MOST_OPEN
 from dskd.text.tokenizer import TextCodec
 from dskquant.errors import StoreError
@@ -521,49 +521,66 @@ def running(codec: TextCodec, tmp_path_factory: pytest.TempPathFactory) -> Itera
     running.close()
 
 
-def messages(of: type[Message], **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Messages in which each field is set or not."""
-    return st.fixed_dictionaries({}, optional=fields).map(lambda given: of(**given))
+@st.composite
+def odd(draw: st.DrawFn, of: type[Any], usual: dict[str, Any], **oddities: st.SearchStrategy[Any]) -> Any:
+    """A message with the `usual` fields, but for two at most that are odd or not set."""
+    changed = draw(st.sets(st.sampled_from(sorted(oddities)), max_size=2))
+    return of(**{**usual, **{name: draw(st.none() | oddities[name]) for name in sorted(changed)}})
 
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
 ODD_PARAMETERS = st.dictionaries(
-    st.sampled_from(["max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "precision", "timeout", ""]),
+    st.sampled_from([*PARAMETER_KINDS, "timeout", ""]),
     st.one_of(
         st.builds(Parameter),
         st.builds(Parameter, bool_param=st.booleans()),
-        st.builds(Parameter, int64_param=INT64),
+        st.builds(Parameter, int64_param=st.integers(-1, 9) | INT64),
         st.builds(Parameter, uint64_param=st.integers(0, 2**64 - 1)),
-        st.builds(Parameter, double_param=st.floats()),
+        st.builds(Parameter, double_param=st.floats(0, 1) | st.floats()),
         st.builds(Parameter, string_param=TEXTS | st.just("int8")),
     ),
     max_size=3,
 )
-ODD_CONTENTS = messages(
+TYPED = {"bytes_contents": [b"hello"]}
+ODD_CONTENTS = odd(
     Contents,
+    TYPED,
     bytes_contents=st.lists(st.binary(max_size=8), max_size=2),
     fp32_contents=st.lists(st.floats(width=32), max_size=2),
     int64_contents=st.lists(INT64, max_size=2),
     bool_contents=st.lists(st.booleans(), max_size=2),
 )
-ODD_INPUTS = messages(
-    Input,
-    name=st.sampled_from(["text_input", "text_input", "x"]) | TEXTS,
-    datatype=st.sampled_from(["BYTES", "BYTES", "FP32", "FP16", "INT8", "bytes"]),
-    shape=st.sampled_from([[1], [1]]) | st.lists(INT64, max_size=3),
-    contents=ODD_CONTENTS,
-    parameters=st.just({}) | ODD_PARAMETERS,
-)
-ODD_REQUESTS = messages(
-    Request,
-    model_name=st.sampled_from(["m", "m", "nobody"]) | TEXTS,
-    model_version=st.sampled_from(["", "1", "2"]),
-    id=TEXTS,
-    inputs=st.lists(ODD_INPUTS, min_size=1, max_size=2) | st.just([]),
-    outputs=st.just([]) | st.lists(messages(Output, name=st.just("text_output") | TEXTS), max_size=2),
-    parameters=ODD_PARAMETERS,
-    raw_input_contents=st.just([]) | st.lists(st.binary(max_size=8) | st.just(ELEMENT), max_size=2),
+TENSOR = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
+ODD_INPUT = {
+    "name": TEXTS,
+    "datatype": st.sampled_from(["FP32", "FP16", "INT8", "bytes"]) | TEXTS,
+    "shape": st.lists(st.just(1) | INT64, max_size=3),
+    "parameters": ODD_PARAMETERS,
+}
+ODD_TYPED_INPUTS = odd(Input, {**TENSOR, "contents": Contents(**TYPED)}, contents=ODD_CONTENTS, **ODD_INPUT)
+ODD_RAW_INPUTS = odd(Input, TENSOR, contents=ODD_CONTENTS, **ODD_INPUT)
+ODD_FIELDS = {
+    "model_name": st.just("m") | TEXTS,
+    "model_version": st.just("1") | TEXTS,
+    "id": TEXTS,
+    "outputs": st.lists(odd(Output, {"name": "text_output"}, name=TEXTS, parameters=ODD_PARAMETERS), max_size=2),
+    "parameters": ODD_PARAMETERS,
+    "raw_input_contents": st.lists(st.binary(max_size=8) | st.just(ELEMENT), max_size=2),
+}
+ODD_REQUESTS = st.one_of(
+    odd(
+        Request,
+        {"inputs": [Input(**TENSOR, contents=Contents(**TYPED))]},
+        inputs=st.lists(ODD_TYPED_INPUTS, min_size=1, max_size=2),
+        **ODD_FIELDS,
+    ),
+    odd(
+        Request,
+        {"inputs": [Input(**TENSOR)], "raw_input_contents": [ELEMENT]},
+        inputs=st.lists(ODD_RAW_INPUTS, min_size=1, max_size=2),
+        **ODD_FIELDS,
+    ),
 )
 
 
