@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-import grpc
+from grpc_status import rpc_status
 
 from dskapi.open_inference import infer_pb2
 from dskapi.v1 import inference_pb2
@@ -57,9 +57,8 @@ class InferStream:
             with fields_of_infer_request():
                 await self._respond(request)
         except Exception as error:
-            status = failure(error, METHOD)
-            code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
-            response = infer_pb2.ModelStreamInferResponse(error_message=f"{code.name}: {status.message}")
+            refusal = rpc_status.to_status(failure(error, METHOD))
+            response = infer_pb2.ModelStreamInferResponse(error_message=f"{refusal.code.name}: {refusal.details}")
             response.infer_response.id = request.id
             await self._send(response)
 
