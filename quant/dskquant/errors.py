@@ -19,6 +19,15 @@ class EngineError(QuantError):
     """The engine cannot do what was asked of it with this model and these options."""
 
 
+class TensorError(QuantError):
+    """A tensor given to a graph is not the one it takes."""
+
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(f"{name}: {description}")
+        self.name = name
+        self.description = description
+
+
 class SchemeError(QuantError):
     """A quantization scheme does not fit the tensor it is meant for."""
 

@@ -36,11 +36,7 @@ class SessionMaker:
 
         Raises EngineError when the library refuses the graph.
         """
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = ERRORS_ONLY
-        for key, value in SETTINGS.items():
-            options.add_session_config_entry(key, value)
+        options = session_options(threads)
         constants = [shared(values) for values in writer.beside.values()]
         options.add_external_initializers(list(writer.beside), constants)
         try:
@@ -49,6 +45,16 @@ class SessionMaker:
         except Exception as error:  # the library has a dozen unrelated types for it
             raise EngineError(f"ONNX Runtime cannot load the model: {error}") from error
         return ort.InferenceSession._from_initialized_c_session(session)
+
+
+def session_options(threads: int) -> ort.SessionOptions:
+    """What all sessions have in common; `threads` is 0 for all cores."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = ERRORS_ONLY
+    for key, value in SETTINGS.items():
+        options.add_session_config_entry(key, value)
+    return options
 
 
 def shared(array: NDArray[Any]) -> ort.OrtValue:
