@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog
 from google.protobuf import descriptor_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
@@ -260,6 +261,16 @@ async def test_an_unexpected_error_is_told_by_its_id_alone(tmp_path: Path, codec
     assert last.infer_response.id == "7"
     assert last.error_message.startswith("INTERNAL: internal error ")
     assert "secret" not in last.error_message
+
+
+@asynchronous
+async def test_each_request_of_a_stream_has_a_line_in_the_log(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}) as service:
+        with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as lines:
+            await streamed(service, typed(), typed(""))
+    calls = [line for line in lines if line["event"] == "call" and line["method"].startswith("request of ")]
+    assert {line["code"] for line in calls} == {"OK", "INVALID_ARGUMENT"}
+    assert len({line["request_id"] for line in calls}) == 2
 
 
 class Held(FakeHost):

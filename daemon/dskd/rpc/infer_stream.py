@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
+import grpc
 from grpc_status import rpc_status
 
 from dskapi.open_inference import infer_pb2
 from dskapi.v1 import inference_pb2
 from dskd.rpc.infer_request import fields_of_infer_request, generate_request
 from dskd.rpc.infer_response import stream_response
-from dskd.rpc.interceptor import Context, failure, name_request
+from dskd.rpc.interceptor import Context, failure, log_call, name_request
 from dskd.rpc.responder import Responder
 
 MOST_OPEN = 64
 """Requests of one stream that are answered at a time; the next one is read when one of them has ended."""
 
-METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+REQUEST = "request of /inference.GRPCInferenceService/ModelStreamInfer"
+"""In the log, beside the line of the stream itself."""
 
 
 class InferStream:
@@ -53,14 +56,19 @@ class InferStream:
 
     async def _answer(self, request: infer_pb2.ModelInferRequest) -> None:
         name_request()
+        started, code = time.monotonic(), grpc.StatusCode.CANCELLED
         try:
             with fields_of_infer_request():
                 await self._respond(request)
+            code = grpc.StatusCode.OK
         except Exception as error:
-            refusal = rpc_status.to_status(failure(error, METHOD))
-            response = infer_pb2.ModelStreamInferResponse(error_message=f"{refusal.code.name}: {refusal.details}")
+            refusal = rpc_status.to_status(failure(error, REQUEST))
+            code = refusal.code
+            response = infer_pb2.ModelStreamInferResponse(error_message=f"{code.name}: {refusal.details}")
             response.infer_response.id = request.id
             await self._send(response)
+        finally:
+            log_call(REQUEST, code, started)
 
     async def _respond(self, request: infer_pb2.ModelInferRequest) -> None:
         """Tokens without text, such as the first bytes of a character, are told together with the next text."""

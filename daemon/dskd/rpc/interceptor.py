@@ -71,6 +71,11 @@ def failure(error: Exception, method: str) -> Status:
     return status_of(error, REQUEST_ID.get())
 
 
+def log_call(method: str, code: grpc.StatusCode, started: float) -> None:
+    """A line for a request that has ended; `started` is of `time.monotonic`."""
+    log.info("call", method=method, code=code.name, milliseconds=round((time.monotonic() - started) * 1e3, 1))
+
+
 def actor(context: Context) -> str:
     """`rpc:unix` or `rpc:ipv4:127.0.0.1:50412`; the other end of a unix socket has no name."""
     return f"rpc:{context.peer().rstrip(':')}"
@@ -93,8 +98,7 @@ def _answering(method: str, behaviour: Any, read: Callable[[Any], Any]) -> Any:
             code = packed.code
             await context.abort(packed.code, packed.details, packed.trailing_metadata)
         finally:
-            milliseconds = round((time.monotonic() - started) * 1e3, 1)
-            log.info("call", method=method, code=code.name, milliseconds=milliseconds)
+            log_call(method, code, started)
 
     return answer
 
