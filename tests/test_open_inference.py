@@ -490,6 +490,19 @@ async def test_what_cannot_be_decoded_is_a_wrong_request_and_ends_a_stream(tmp_p
 
 
 @asynchronous
+async def test_a_stream_that_ends_so_frees_the_requests_before(tmp_path: Path, codec: TextCodec) -> None:
+    host = FakeHost(codec, [output(104), asyncio.Event()])
+    async with serving(tmp_path, {"m": host}) as service:
+        channel: Any = service.channel
+        call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
+        await call.write(typed().SerializeToString())
+        await call.read()
+        await call.write(b"\xff\xff")
+        assert await host.freed.get() == host.requests[0].request_id
+        assert await call.code() is INVALID
+
+
+@asynchronous
 async def test_a_message_over_the_limit_is_refused_and_the_next_one_served(tmp_path: Path, host: FakeHost) -> None:
     async with serving(tmp_path, {"m": host}, max_message_bytes=10_000) as service:
         code, message, _ = await refusal(stub(service).ModelInfer(raw("x" * 20_000)))
