@@ -29,7 +29,7 @@ from dskquant.modes import PrecisionMode
 from dskquant.store import DEFAULT_PARAMETER_SET
 
 APPLIES = 4
-QUIET_S = 4.0  # before each
+QUIET_S = 8.0  # before each
 TOKENS = 400  # of an answer
 FACTORS = (1.01, 0.99, 1.02)
 PHASES = ("validate", "build", "prove", "commit")
