@@ -10,7 +10,7 @@ import json
 import random
 import shutil
 import threading
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,9 +24,11 @@ from tests.fakes import FakeGraph, toy_logits
 from dskd.config import ModelConfig, ProofConfig, SchedulerConfig, SwapPolicy
 from dskd.engine.request import GenerationRequest, InFlight, MadeToken
 from dskd.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
+from dskd.manager.depot import SetDepot
 from dskd.manager.events import Event, EventBus, Subscription
 from dskd.manager.history import History
 from dskd.manager.manager import QuantizerManager
+from dskd.manager.state_file import Committed
 from dskd.manager.types import Change, ChangeReport, SetReference
 from dskd.monitor.config import MonitorConfig
 from dskd.units import ByteSize
@@ -374,6 +376,41 @@ async def test_a_set_that_was_overtaken_can_be_applied_again(store: Path) -> Non
         assert bench.manager.snapshot().parameter_set == outcomes[2].parameter_set
         await bench.apply(2)
         assert not (await bench.apply(2)).changed
+
+
+@asynchronous
+async def test_a_commit_leaves_the_set_of_a_later_change_alone(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets are kept and forgotten in one thread: none comes in while it is found out which are needed."""
+    writing, durable, threads = threading.Event(), threading.Event(), set()
+    write, keep, forget = Committed.write, SetDepot.keep, SetDepot.forget_all_but
+
+    def held(self: Committed, path: Path) -> None:
+        writing.set()
+        assert durable.wait(20)
+        write(self, path)
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*arguments: Any) -> Any:
+            threads.add(threading.get_ident())
+            return call(*arguments)
+
+        return noting
+
+    async with serving(store, keep_generations=1) as bench:
+        monkeypatch.setattr(Committed, "write", held)
+        monkeypatch.setattr(SetDepot, "keep", noted(keep))
+        monkeypatch.setattr(SetDepot, "forget_all_but", noted(forget))
+        first = asyncio.create_task(bench.apply(2))
+        assert await asyncio.to_thread(writing.wait, 20)
+        bench.engine.gate.clear()
+        second = asyncio.create_task(bench.apply(3))
+        await bench.until("mode.preparing", generation=3)
+        durable.set()
+        await first
+        bench.engine.gate.set()
+        committed = (await second).parameter_set
+    assert len(threads) == 1
+    assert [path.name for path in (state_dir(store) / "sets").iterdir()] == [committed]
 
 
 @asynchronous

@@ -239,6 +239,7 @@ class QuantizerManager:
         await self._residency.settle()
         while self._background:
             await asyncio.wait(self._background)
+        await asyncio.to_thread(self._transitions.close_threads)
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._residency.close)
         await asyncio.to_thread(gc.collect)  # the parts of a manager refer to each other

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dskd.config import ModelConfig, SwapPolicy
 from dskd.engine.request import FlipReport, InFlight
@@ -32,6 +32,8 @@ from dskd.manager.types import Change, ChangeReport, HistoryEntry, ModeProof
 from dskd.priority import lower_priority
 from dskquant.modes import LADDER, QUANTIZED, PrecisionMode
 from dskquant.parameter_set import ParameterSet
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Plan:
     pin: bool = False  # the mode it asks for
     mode_ticket: int = 0  # its place in the order in which modes were asked for
     overtaking: Overtaking = field(default_factory=Overtaking)
+    set_hash: str = ""  # of the parameter set that it needs, from before that is kept in the depot
     target: Generation | None = None  # set when it is validated; a mere switch of the mode has none
     phases_ms: dict[str, float] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
@@ -105,6 +108,7 @@ class Transitions:
         self._journal = journal
         self._last_number = last_number  # of all generations there ever were
         self._reader = ThreadPoolExecutor(1, f"read-{model}", lower_priority)
+        self._writer = ThreadPoolExecutor(1, f"commit-{model}")  # a commit waits for nobody else's work
         self._commit_lock = asyncio.Lock()
         self._last_mode_ticket = 0
         self._committed_mode_ticket = 0
@@ -114,9 +118,17 @@ class Transitions:
     def close(self) -> None:
         """Refuses what is not committed yet."""
         self._is_closed = True
-        self._reader.shutdown(wait=False)
         if self._newest_swap:
             self._newest_swap.overtaking.overtake("the unloading of the model")
+
+    def close_threads(self) -> None:
+        """No change may be under way any more."""
+        self._reader.shutdown()
+        self._writer.shutdown()
+
+    @staticmethod
+    async def _run_in(executor: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
 
     def require_open(self) -> None:
         """Raises UnavailableError when the model is being unloaded."""
@@ -223,17 +235,19 @@ class Transitions:
             self._check_monitor(plan.change.monitor)
         if plan.is_swap:
             find = partial(self._find_target, plan, keep, next_number)
-            plan.target = await asyncio.get_running_loop().run_in_executor(self._reader, find)
+            plan.target = await self._run_in(self._reader, find)
 
     def _find_target(
         self, plan: Plan, keep: Callable[[ParameterSet], ParameterSet], next_number: Callable[[], int]
     ) -> Generation:
         """Reads and checks whole parameter sets."""
         if plan.returns_to is not None:
+            plan.set_hash = plan.returns_to.parameter_set
             return self._catalogue.reopen(plan.returns_to)
         now, change = self.serving.generation, plan.change
         layers = now.layers if change.layers is None else change.layers
         parameters = now.parameters if change.parameters is None else self._catalogue.find(change.parameters)
+        plan.set_hash = parameters.hash
         target = self._catalogue.generation(0, parameters, layers)  # the rules are checked before it is kept
         numbers = {kept.hash: kept.number for kept in self.serving.kept}
         number = numbers.get(target.hash) or next_number()
@@ -337,7 +351,7 @@ class Transitions:
         plan.spend({"commit": _ms_since(began)})
         self._journal.note(replace(entry, flip_us=flip.microseconds, phases_ms=plan.phases_ms))
         if plan.is_swap:
-            await asyncio.to_thread(self._catalogue.forget_all_but, kept, self._newest_swap_set())
+            await self._run_in(self._reader, self._forget_unneeded)
         return self._report(plan, entry, flip)
 
     def _must_not_worsen(self, plan: Plan) -> bool:
@@ -369,9 +383,10 @@ class Transitions:
         others = [kept for kept in self.serving.kept if kept.number != generation.number]
         return (kept_now(generation, self._residency), *others)[: self._config.keep_generations]
 
-    def _newest_swap_set(self) -> frozenset[str]:
-        newest = self._newest_swap.target if self._newest_swap else None
-        return frozenset({newest.parameters.hash} if newest else ())
+    def _forget_unneeded(self) -> None:
+        """Removes sets that nothing needs by now. In the thread that keeps sets, so that none comes meanwhile."""
+        newest = self._newest_swap
+        self._catalogue.forget_all_but(self.serving.kept, frozenset({newest.set_hash} if newest else ()))
 
     async def _make_durable(self, serving: Serving, entry: HistoryEntry) -> None:
         state = Committed(
@@ -385,7 +400,7 @@ class Transitions:
             serving.monitor,
         )
         try:
-            await asyncio.to_thread(state.write, self._state_file)
+            await self._run_in(self._writer, partial(state.write, self._state_file))
         except OSError as error:
             raise FailedPreconditionError("state_dir", f"the change cannot be made durable: {error}") from error
 
