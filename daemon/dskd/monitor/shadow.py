@@ -69,16 +69,18 @@ class TimeBudget:
         """`share` is between 0 and 1."""
         self._share = share
         self._saved_s = 0.0
+        self._last_s = 0.0  # what scoring took last is what it will take
 
     def earn(self, loop_s: float) -> None:
         """Counts `loop_s` seconds that the loop ran, scoring included."""
-        self._saved_s = min(self._saved_s + self._share * loop_s, BUDGET_DEPTH_S)
+        self._saved_s = min(self._saved_s + self._share * loop_s, max(BUDGET_DEPTH_S, self._last_s))
 
     def spend(self, scoring_s: float) -> None:
         """Counts seconds that scoring took."""
         self._saved_s -= scoring_s
+        self._last_s = scoring_s
 
     @property
     def allows(self) -> bool:
-        """Whether scoring may go on: what it took so far has been earned."""
-        return self._saved_s > 0.0
+        """Whether scoring may go on: what it will take has been earned."""
+        return self._saved_s > 0.0 and self._saved_s >= self._last_s
