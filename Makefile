@@ -36,10 +36,10 @@ $(MAGIKA): | $(INSTALLED)
 	rm -rf .cache/wheel-magika
 
 demo: $(INSTALLED) $(SMOLLM)  ## from nothing to an answer whose precision changes while it streams
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python clients/examples/demo.py --gguf $(SMOLLM)
+	exec env PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python clients/examples/demo.py --gguf $(SMOLLM)
 
 serve: $(INSTALLED) $(SMOLLM)  ## the same daemon, left running
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python clients/examples/demo.py --gguf $(SMOLLM) --serve
+	exec env PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python clients/examples/demo.py --gguf $(SMOLLM) --serve
 
 test: $(INSTALLED) $(SMOLLM) $(MAGIKA)  ## all tests, on the real models
 	$(BIN)/python -m pytest

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +25,8 @@ from dskd.config import load_config
 from dskquant.modes import PrecisionMode
 from dskquant.store import IR_BIN, StoreManifest, file_sha256
 
-DEMO = Path(__file__).parents[1] / "clients" / "examples" / "demo.py"
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "clients" / "examples" / "demo.py"
 
 
 @pytest.fixture
@@ -227,3 +230,38 @@ def test_a_refused_switch_ends_the_plan_with_its_error(demo: ModuleType) -> None
         plan.follow(tokens("int4", demo.STRETCH_TOKENS))
         with pytest.raises(RuntimeError, match="no memory"):
             plan.follow(tokens("int4", 1))
+
+
+SIGNALLED = """\
+#!{python}
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGTERM}})
+print(sys.argv[1:], flush=True)
+told = signal.sigtimedwait({{signal.SIGTERM}}, 20)
+print("told to end" if told else "never told to end", flush=True)
+"""
+
+
+@pytest.fixture
+def fake_installation(tmp_path: Path) -> list[str]:
+    """The variables of the Makefile for an environment whose python tells its arguments and waits for SIGTERM."""
+    python = tmp_path / "env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(SIGNALLED.format(python=sys.executable))
+    python.chmod(0o755)
+    for name in ("pyproject.toml", "constraints.txt", "installed", "model.gguf"):
+        (tmp_path / name).touch()
+    return ["VENV=env", "INSTALLED=installed", "SMOLLM=model.gguf"]
+
+
+@pytest.mark.parametrize(("target", "options"), [("demo", []), ("serve", ["--serve"])])
+def test_sigterm_to_make_reaches_the_demo(
+    tmp_path: Path, fake_installation: list[str], target: str, options: list[str]
+) -> None:
+    command = ["make", "-s", "-f", ROOT / "Makefile", target, *fake_installation]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as make:
+        assert make.stdout is not None
+        arguments = ["clients/examples/demo.py", "--gguf", "model.gguf", *options]
+        assert make.stdout.readline() == f"{arguments}\n"
+        make.send_signal(signal.SIGTERM)
+        assert make.stdout.readline() == "told to end\n"
