@@ -249,8 +249,19 @@ def test_status_json_has_proto_names_short_enums_and_numbers(
 
 def test_status_of_an_empty_daemon_says_so(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     daemon.replies["status"] = control_pb2.GetStatusResponse(version="0.1.0")
+    daemon.replies["models"] = control_pb2.ListModelsResponse()
     assert main(["status"]) == ExitCode.DONE
-    assert "no model is loaded; `dskctl models`" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("\nno model is loaded, and none is configured\n")
+
+
+def test_status_without_a_loaded_model_names_those_that_can_be(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.replies["status"] = control_pb2.GetStatusResponse(version="0.1.0")
+    summaries = [control_pb2.ModelSummary(name=name) for name in ("a", "b")]
+    daemon.replies["models"] = control_pb2.ListModelsResponse(models=summaries)
+    assert main(["status"]) == ExitCode.DONE
+    assert capsys.readouterr().out.endswith("\nno model is loaded; `dskctl load NAME` loads one of a, b\n")
 
 
 MODELS = control_pb2.ListModelsResponse(
@@ -1219,8 +1230,20 @@ def test_the_deadline_ends_a_call_and_the_daemon_learns_of_it(
 ) -> None:
     daemon.replies["status"] = "hang"
     assert main(["--timeout", "0.2", "status"]) == ExitCode.TIMED_OUT
-    assert "timed out" in capsys.readouterr().err
+    assert capsys.readouterr().err == "dskctl: timed out; --timeout gives it more time\n"
     assert daemon.cancelled.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("command", ["switch int8", "apply -", "rollback", "load m", "unload m"])
+def test_the_deadline_of_a_change_says_that_the_daemon_goes_on(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    verb, *arguments = command.split()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'model = "m"')))
+    daemon.replies[verb] = "hang"
+    assert main(["--timeout", "0.2", verb, *arguments]) == ExitCode.TIMED_OUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("dskctl: timed out waiting; the daemon goes on with what it has begun: `dskctl watch`")
 
 
 @pytest.mark.parametrize("times", [1, 2])

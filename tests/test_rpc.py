@@ -371,7 +371,7 @@ async def test_without_a_name_the_model_must_be_the_only_one(tmp_path: Path, cod
         code, message, details = await refusal(service.inference.Generate(GenerateRequest(prompt="x")))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert details[0].field_violations[0].field == "model"  # type: ignore[attr-defined]
-        assert message.endswith("loaded: a, b")
+        assert message.endswith("there are: a (serving), b (serving)")
         await service.control.UnloadModel(control_pb2.UnloadModelRequest(model="b"))
         assert {r.model async for r in service.inference.Generate(GenerateRequest(prompt="x"))} == {"a"}
 
@@ -399,8 +399,28 @@ async def test_a_model_that_is_not_loaded_says_so(tmp_path: Path, host: FakeHost
 async def test_a_model_that_is_loading_is_unavailable_for_now(tmp_path: Path, host: FakeHost) -> None:
     host.load_result = asyncio.Event()
     async with serving(tmp_path, {"m": host}) as service:
-        code, message, _ = await refusal(service.inference.Generate(GenerateRequest(model="m", prompt="x")))
-    assert (code, message) == (grpc.StatusCode.UNAVAILABLE, "model 'm' is loading")
+        for name in ("m", ""):
+            code, message, details = await refusal(service.inference.Generate(GenerateRequest(model=name, prompt="x")))
+            assert (code, message) == (grpc.StatusCode.UNAVAILABLE, "model 'm' is loading: wait")
+            assert [detail.retry_delay.seconds for detail in details] == [2]  # type: ignore[attr-defined]
+
+
+@asynchronous
+async def test_a_model_must_be_named_while_several_are_loading(tmp_path: Path, codec: TextCodec) -> None:
+    hosts = {"a": FakeHost(codec), "b": FakeHost(codec)}
+    for host in hosts.values():
+        host.load_result = asyncio.Event()
+    async with serving(tmp_path, hosts) as service:
+        code, message, _ = await refusal(service.inference.Generate(GenerateRequest(prompt="x")))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert message.endswith("must be named, unless exactly one model is loaded; there are: a (loading), b (loading)")
+
+
+@asynchronous
+async def test_a_daemon_without_models_says_so(tmp_path: Path) -> None:
+    async with serving(tmp_path, {}) as service:
+        _, message, _ = await refusal(service.inference.Generate(GenerateRequest(prompt="x")))
+    assert message.endswith("no model is loaded, and none is configured")
 
 
 # Ends

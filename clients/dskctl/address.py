@@ -10,6 +10,7 @@ from dskctl.exits import UsageError
 
 ADDRESS_VARIABLE = "DSKD_ADDRESS"
 SYSTEM_SOCKET = Path("/run/dskd/dskd.sock")
+USER_SOCKET = "dskd.sock"  # in $XDG_RUNTIME_DIR
 UNIX = "unix://"
 LONGEST_UNIX_PATH = 107
 """Bytes, of `sun_path` in unix(7) without its final zero."""
@@ -24,7 +25,7 @@ def default_address() -> str:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if SYSTEM_SOCKET.exists() or not runtime:
         return f"{UNIX}{SYSTEM_SOCKET}"
-    return f"{UNIX}{Path(runtime) / 'dskd.sock'}"
+    return f"{UNIX}{Path(runtime) / USER_SOCKET}"
 
 
 def checked_address(address: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 
 from dskctl import verbs
-from dskctl.address import ADDRESS_VARIABLE, checked_address, default_address
+from dskctl.address import ADDRESS_VARIABLE, SYSTEM_SOCKET, UNIX, USER_SOCKET, checked_address, default_address
 from dskctl.daemon import Daemon, Tls, open_channel
 from dskctl.errors import explained
 from dskctl.exits import EXIT_CODES, ExitCode, UsageError
@@ -43,7 +43,7 @@ def _run(args: argparse.Namespace) -> int:
             args.verb.run(args, Daemon.over(channel, args.timeout), JsonPrinter() if args.json else TextPrinter())
         sys.stdout.flush()
     except grpc.RpcError as error:
-        return _fail(*explained(error, args.address))
+        return _fail(*explained(error, args.address, args.verb.goes_on))
     return ExitCode.DONE
 
 
@@ -111,7 +111,8 @@ def _add_common(parser: argparse.ArgumentParser, default: str | None = None) -> 
         "--address",
         default=default,
         metavar="A",
-        help=f"unix:///path or host:port (default: ${ADDRESS_VARIABLE}, else the socket dskd takes by default)",
+        help=f"unix:///path or host:port (default: ${ADDRESS_VARIABLE}, else {UNIX}{SYSTEM_SOCKET} or, "
+        f"where that is not, $XDG_RUNTIME_DIR/{USER_SOCKET})",
     )
     group.add_argument("--json", action="store_true", default=default or False, help="JSON instead of tables")
     group.add_argument(
@@ -128,7 +129,7 @@ def _epilog() -> str:
         'dskctl generate --chat --max-tokens 100 "Why is the sky blue?"',
         "dskctl switch int8",
         "dskctl apply calibrated/",
-        "dskctl --address models.example:7443 --tls-ca ca.pem status",
+        "dskctl --address models.example:7411 --tls-ca ca.pem status",
     )
     codes = (f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items())
     return "\n".join(["examples:", *(f"  {line}" for line in examples), "", "exit codes:", *codes])

@@ -20,6 +20,10 @@ _EXIT_BY_CODE = {
 
 
 _START_ONE = "start one with `dskd serve`, or name its address with --address or $DSKD_ADDRESS"
+_OUT_OF_TIME = "timed out; --timeout gives it more time"
+_STILL_GOING = (
+    "timed out waiting; the daemon goes on with what it has begun: `dskctl watch` or `dskctl history` tell how it ends"
+)
 _BROKEN_HANDSHAKES = {
     "WRONG_VERSION_NUMBER": ("it does not speak TLS", "leave out --tls-ca, or configure [server.tls] for the daemon"),
     "CERTIFICATE_VERIFY_FAILED": (
@@ -38,8 +42,11 @@ _BROKEN_HANDSHAKES = {
 """What gRPC's text holds when the two ends do not agree on TLS: the reason in plain words, and what to do."""
 
 
-def explained(error: grpc.RpcError, address: str) -> tuple[ExitCode, list[str]]:
-    """Exit code and lines for people. A status with details was made by the daemon: it is alive and said no."""
+def explained(error: grpc.RpcError, address: str, goes_on: bool = False) -> tuple[ExitCode, list[str]]:
+    """Exit code and lines for people. A status with details was made by the daemon: it is alive and said no.
+
+    `goes_on`: what was asked for does not end with the call that asked for it.
+    """
     code = error.code()
     status = rpc_status.from_call(error) if isinstance(error, grpc.Call) else None
     if status is not None and code != grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -49,7 +56,7 @@ def explained(error: grpc.RpcError, address: str) -> tuple[ExitCode, list[str]]:
     if exit_code is ExitCode.UNREACHABLE:
         return exit_code, _unreachable_lines(text, address)
     if exit_code is ExitCode.TIMED_OUT:
-        return exit_code, ["timed out; --timeout gives it more time"]
+        return exit_code, [_STILL_GOING if goes_on else _OUT_OF_TIME]
     return exit_code, [f"{code.name.lower().replace('_', ' ')}: {text}"]
 
 

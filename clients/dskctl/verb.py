@@ -20,3 +20,4 @@ class Verb:
     configure: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Daemon, Printer], None]
     usage: str | None = None
+    goes_on: bool = False  # what it begins in the daemon goes on when the client has gone

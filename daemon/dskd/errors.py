@@ -70,9 +70,16 @@ class ResourceExhaustedError(DskdError):
 
 
 class UnavailableError(DskdError):
-    """The daemon is shutting down or the model is being unloaded."""
+    """The daemon is shutting down, or the model is on its way in or out.
+
+    Try again after `retry_after_s` seconds (None: it will not be better).
+    """
 
     code = "UNAVAILABLE"
+
+    def __init__(self, description: str, retry_after_s: float | None = None) -> None:
+        super().__init__(description)
+        self.retry_after_s = retry_after_s
 
 
 class InternalError(DskdError):

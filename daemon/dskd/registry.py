@@ -30,6 +30,9 @@ T = TypeVar("T")
 
 SHUTTING_DOWN = "the daemon is shutting down"
 
+RETRY_LOADING_S = 2.0
+"""When to ask again for a model that is loading: a load takes seconds at least."""
+
 
 @dataclass(slots=True)
 class ModelEntry:
@@ -52,6 +55,8 @@ class ModelEntry:
         """
         if self.host is not None and self.state is ModelState.SERVING:
             return self.host
+        if self.state is ModelState.LOADING:
+            raise UnavailableError(f"model {self.name!r} is loading: wait", RETRY_LOADING_S)
         message = f"model {self.name!r} is {self.state.value}" + (f": {self.reason}" if self.reason else "")
         if self.state in PASSING:
             raise UnavailableError(message)
@@ -81,17 +86,23 @@ class ModelRegistry:
         return self._entries[name]
 
     def resolve(self, name: str) -> ModelEntry:
-        """Like `get`; the empty name means the only loaded model. Raises InvalidArgumentError when it is ambiguous."""
+        """Like `get`; the empty name means the only loaded model, or the only one that is loading while none is.
+
+        Raises InvalidArgumentError when it is ambiguous.
+        """
         if name:
             return self.get(name)
         loaded = [entry for entry in self.entries() if entry.host is not None]
-        if len(loaded) == 1:
-            return loaded[0]
-        if not loaded:
-            known = ", ".join(f"{entry.name} ({entry.state.value})" for entry in self.entries()) or "none"
-            raise InvalidArgumentError("model", f"no model is loaded: `dskctl load NAME`; configured: {known}")
-        names = ", ".join(entry.name for entry in loaded)
-        raise InvalidArgumentError("model", f"must be named, unless exactly one model is loaded; loaded: {names}")
+        meant = loaded or [entry for entry in self.entries() if entry.state is ModelState.LOADING]
+        if len(meant) == 1:
+            return meant[0]
+        if meant:
+            problem = f"must be named, unless exactly one model is loaded; there are: {_listed(meant)}"
+        elif self._entries:
+            problem = f"no model is loaded: `dskctl load NAME`; configured: {_listed(self.entries())}"
+        else:
+            problem = "no model is loaded, and none is configured"
+        raise InvalidArgumentError("model", problem)
 
     def add(self, name: str, config: ModelConfig) -> None:
         """Makes a model known, until a load of it fails; replaces one that was made known so and is not loaded.
@@ -200,6 +211,10 @@ class ModelRegistry:
         message = f"model {entry.name} is {state.value}" + (f": {reason}" if reason else "")
         self._events.publish(f"model.{state.value}", entry.name, message)
         log.info("model state", model=entry.name, state=state.value)
+
+
+def _listed(entries: Iterable[ModelEntry]) -> str:
+    return ", ".join(f"{entry.name} ({entry.state.value})" for entry in entries)
 
 
 def _committed(model: str, kind: str, actor: str, state: ManagerSnapshot) -> HistoryEntry:

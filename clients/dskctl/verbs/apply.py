@@ -73,4 +73,5 @@ VERB = Verb(
     ),
     configure=configure,
     run=run,
+    goes_on=True,
 )

@@ -41,4 +41,5 @@ VERB = Verb(
     examples=("dskctl load smollm2", "dskctl load other --path /srv/models/other"),
     configure=configure,
     run=run,
+    goes_on=True,
 )

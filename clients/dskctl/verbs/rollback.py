@@ -43,4 +43,5 @@ VERB = Verb(
     examples=("dskctl rollback", "dskctl rollback smollm2 --to 3", "dskctl rollback --in-flight finish"),
     configure=configure,
     run=run,
+    goes_on=True,
 )

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from dskapi.v1.control_pb2 import GenerationStatus, GetStatusRequest, GetStatusResponse, ModelStatus
+from dskapi.v1.control_pb2 import (
+    GenerationStatus,
+    GetStatusRequest,
+    GetStatusResponse,
+    ListModelsRequest,
+    ModelStatus,
+)
 from dskctl.daemon import Daemon
 from dskctl.options import add_model
 from dskctl.printer import Printer
@@ -17,14 +25,17 @@ from dskctl.words import MODES, NOTHING, age_words, local_time, mode_word, print
 
 
 def run(args: argparse.Namespace, daemon: Daemon, printer: Printer) -> None:
-    printer.show(daemon.get_status(GetStatusRequest(model=args.model)), as_text)
+    status = daemon.get_status(GetStatusRequest(model=args.model))
+    known = [] if status.models else daemon.list_models(ListModelsRequest()).models
+    printer.show(status, partial(as_text, loadable=[model.name for model in known]))
 
 
-def as_text(status: GetStatusResponse) -> RenderableType:
-    """The daemon, its models, their modes."""
+def as_text(status: GetStatusResponse, loadable: Sequence[str] = ()) -> RenderableType:
+    """The daemon, its models, their modes; or the models that can be loaded, where none is."""
     parts: list[RenderableType] = [_daemon_line(status), ""]
     if not status.models:
-        return Group(*parts, "no model is loaded; `dskctl models` lists those that can be")
+        remedy = f"; `dskctl load NAME` loads one of {', '.join(loadable)}" if loadable else ", and none is configured"
+        return Group(*parts, f"no model is loaded{remedy}")
     return Group(*parts, models_table(status), "", modes_table(status), *_generations(status), *_remarks(status))
 
 

@@ -53,4 +53,5 @@ VERB = Verb(
     ),
     configure=configure,
     run=run,
+    goes_on=True,
 )

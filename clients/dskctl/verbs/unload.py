@@ -30,4 +30,5 @@ VERB = Verb(
     examples=("dskctl unload smollm2",),
     configure=configure,
     run=run,
+    goes_on=True,
 )

@@ -17,6 +17,7 @@ from dskd.errors import (
     InvalidArgumentError,
     InvalidFieldsError,
     ResourceExhaustedError,
+    UnavailableError,
     UnknownModelError,
 )
 from dskquant.errors import ParameterSetError, QuantError
@@ -63,10 +64,14 @@ def _details(error: Exception) -> Iterator[Message]:
     elif isinstance(error, ResourceExhaustedError):
         violation = details.QuotaFailure.Violation(subject=error.resource, description=text)
         yield details.QuotaFailure(violations=[violation])
-        if error.retry_after_s is not None:
-            delay = Duration()
-            delay.FromMilliseconds(round(error.retry_after_s * 1e3))
-            yield details.RetryInfo(retry_delay=delay)
+    if isinstance(error, ResourceExhaustedError | UnavailableError) and error.retry_after_s is not None:
+        yield _retry_info(error.retry_after_s)
+
+
+def _retry_info(after_s: float) -> details.RetryInfo:
+    delay = Duration()
+    delay.FromMilliseconds(round(after_s * 1e3))
+    return details.RetryInfo(retry_delay=delay)
 
 
 def _bad_request(violations: Sequence[tuple[str, str]]) -> details.BadRequest:
