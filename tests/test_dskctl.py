@@ -1045,6 +1045,17 @@ def test_chat_names_a_command_it_does_not_know(
     assert daemon.requests == []
 
 
+def test_chat_help_names_the_commands_and_when_they_count(
+    daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_stdin(monkeypatch, b"/help\n")
+    assert main(["chat"]) == ExitCode.DONE
+    commands, when, _ = capsys.readouterr().out.splitlines()
+    assert commands.split(" · ") == ["/switch MODE", "/system TEXT", "/reset", "/help", "/quit"]
+    assert when.startswith("Commands count between answers; `dskctl switch` in another terminal")
+    assert daemon.requests == []
+
+
 def test_chat_json_is_one_object_for_each_response(
     daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

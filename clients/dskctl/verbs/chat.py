@@ -21,7 +21,10 @@ from dskctl.verbs import switch
 from dskctl.words import MODES
 
 PROMPT = "> "
-HELP = "/switch MODE · /system TEXT · /reset · /quit · Ctrl-C stops an answer, Ctrl-D leaves"
+COMMANDS = "/switch MODE · /system TEXT · /reset · /help · /quit"
+HELP = f"""{COMMANDS}
+Commands count between answers; `dskctl switch` in another terminal changes the mode during one.
+Ctrl-C stops an answer, Ctrl-D leaves."""
 
 
 class Conversation:
@@ -37,6 +40,7 @@ class Conversation:
             "/switch": self._switch,
             "/system": self._set_system,
             "/reset": self._reset,
+            "/help": self._help,
         }
 
     def take(self, line: str) -> None:
@@ -45,7 +49,7 @@ class Conversation:
         if name in self._commands:
             self._commands[name](argument.strip())
         elif name.startswith("/"):
-            self._printer.note(f"no command {name}; there are: {HELP}")
+            self._printer.note(f"no command {name}; there are: {COMMANDS}")
         elif name:
             self._say(line)
 
@@ -87,6 +91,9 @@ class Conversation:
     def _reset(self, _: str) -> None:
         self._messages.clear()
         self._printer.note("conversation forgotten")
+
+    def _help(self, _: str) -> None:
+        self._printer.note(HELP)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +154,7 @@ def _read_line(printer: Printer) -> str:
 
 VERB = Verb(
     name="chat",
-    help="talk with a model; switch its precision between or during answers",
+    help="talk with a model; switch its precision between answers",
     examples=(
         "dskctl chat",
         'dskctl chat smollm2 --system "Answer in one sentence." --temperature 0.7',
