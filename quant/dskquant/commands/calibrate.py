@@ -57,7 +57,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         choices=list(Method),
         default=defaults.method,
         metavar="{" + ",".join(method.value for method in Method) + "}",
-        help="gptq: search and error feedback; search: codes by rounding (default: %(default)s)",
+        help=f"gptq: search and error feedback; search: codes by rounding (default: {defaults.method.value})",
     )
     parser.add_argument(
         "--group-size",
