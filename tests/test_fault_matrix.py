@@ -164,7 +164,7 @@ def megabyte_of_a_name(manifest: dict[str, Any]) -> None:
 
 
 MORE_BAD_SETS: list[tuple[str, str, Damage]] = [
-    ("set-missing", "missing: no parameter set is there", lambda directory: (directory / MANIFEST).unlink()),
+    ("set-missing", "manifest.json: no parameter set is there", lambda directory: (directory / MANIFEST).unlink()),
     ("set-missing", r"planes-00001\.safetensors: missing", lambda directory: (directory / PLANES).unlink()),
     ("format-version", "format_version 3; this version reads 2",
      in_manifest(lambda manifest: manifest.update(format_version=3))),
@@ -330,7 +330,7 @@ NO_LAYER = '[[layers]]\nmatch = "*.feed_forward.*"\nprecision = "int8"\n'
 MISFITS = [
     (NO_LAYER, r"no linear layer matches '\*\.feed_forward\.\*'; there are model\.layers", "layers"),
     (RULE + NO_LAYER, r"no linear layer matches '\*\.feed_forward\.\*'", "layers"),
-    ('[params]\nfile = "/nowhere/set"\n', r"/nowhere/set/manifest\.json: missing", "set-missing"),
+    ('[params]\nfile = "/nowhere/set"\n', r"/nowhere/set/manifest\.json: no parameter set is there", "set-missing"),
     ('[params]\nfile = "/etc/passwd"\n', r"/etc/passwd/manifest\.json: cannot be read", "manifest-unreadable"),
     ('[params]\nfile = "/dev/zero"\n', r"/dev/zero/manifest\.json: cannot be read", "manifest-unreadable"),
     (f'[params]\nfile = "/{"x" * 300}"\n', "File name too long", "manifest-unreadable"),

@@ -495,7 +495,7 @@ async def test_a_committed_mode_that_cannot_be_built_gives_way_to_the_default(
 
 def test_a_second_daemon_on_a_state_directory_is_refused(tmp_path: Path) -> None:
     state_lock.hold(tmp_path / "state")
-    with pytest.raises(StartupError, match="another dskd uses state_dir"):
+    with pytest.raises(StartupError, match=r"another dskd uses \[server\] state_dir /.*; give each its own"):
         state_lock.hold(tmp_path / "state")
 
 

@@ -262,6 +262,21 @@ def test_what_is_not_there_yet_is_told_from_what_is_damaged(directory: Path, sto
     assert (error.rule, str(directory / name) in str(error)) == ("set-missing", True)
 
 
+def test_a_path_with_dots_is_told_without_them(tmp_path: Path) -> None:
+    with pytest.raises(ParameterSetMissingError) as told:
+        parameter_set.read(tmp_path / "configs" / ".." / "sets")
+    assert str(told.value) == f"{tmp_path}/sets/manifest.json: no parameter set is there"
+
+
+def test_a_model_store_in_place_of_a_set_is_told_where_its_set_is(store: Path) -> None:
+    with pytest.raises(ParameterSetError) as told:
+        parameter_set.read(store)
+    assert str(told.value) == (
+        f"{store}: is a model store, not a parameter set; its default set is in parameter_sets/default"
+    )
+    assert parameter_set.read(store / "parameter_sets/default").hash
+
+
 def test_a_set_of_another_model_with_the_same_weights_fits(directory: Path, store: Path) -> None:
     """The weights decide: the same model may be stored under two names."""
     in_manifest(lambda manifest: manifest.update(model_id="another"))(directory)
@@ -278,7 +293,7 @@ def test_swapped_tensors_of_one_shape_are_found_by_the_digest(directory: Path, s
 
 def test_a_model_whose_default_set_is_gone_can_prove_no_other(directory: Path, store: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(store, tmp_path / "bare", ignore=shutil.ignore_patterns("parameter_sets"))
-    with pytest.raises(StoreError, match=r"parameter_sets/default/manifest\.json: missing"):
+    with pytest.raises(StoreError, match=r"parameter_sets/default/manifest\.json: no parameter set is there"):
         validate(parameter_set.read(directory), bare)
 
 

@@ -25,6 +25,6 @@ def hold(state_dir: Path) -> None:
         descriptor = os.open(state_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise StartupError(f"another dskd uses state_dir {state_dir}; give each its own") from None
+        raise StartupError(f"another dskd uses [server] state_dir {state_dir}; give each its own") from None
     except OSError as error:
         log.warning("state_dir cannot be used: no switch will be possible", path=str(state_dir), reason=str(error))

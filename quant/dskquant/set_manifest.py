@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +14,12 @@ from dskquant.errors import ParameterSetError, ParameterSetMissingError, SchemeE
 from dskquant.modes import PrecisionMode
 from dskquant.planes import group_length
 from dskquant.scheme import GROUP_SIZES, Role, TensorScheme
+from dskquant.store import DEFAULT_PARAMETER_SET
 
 FORMAT_VERSION = 2
 MOST_BYTES = 64 << 20
+STORE_KEYS = {"architecture", "num_layers"}
+"""Of the manifest of a model store, which has the same name."""
 
 KINDS: dict[str, type] = {
     "model_id": str,
@@ -51,7 +55,7 @@ def read_bytes(path: Path) -> bytes:
             raise _unreadable(path, f"has {status.st_size} bytes; at most {MOST_BYTES} are read")
         return path.read_bytes()
     except FileNotFoundError:
-        raise ParameterSetMissingError(f"{path}: missing: no parameter set is there") from None
+        raise ParameterSetMissingError(f"{os.path.normpath(path)}: no parameter set is there") from None
     except (OSError, ValueError) as error:
         raise _unreadable(path, f"cannot be read: {error}") from error
 
@@ -65,6 +69,9 @@ def parse(path: Path, text: bytes) -> dict[str, Any]:
         raise _unreadable(path, f"not a readable parameter set: {type(error).__name__}: {error}") from error
     if not isinstance(raw, dict):
         raise _unreadable(path, "not a readable parameter set: not a JSON object")
+    if raw.keys() >= STORE_KEYS:
+        message = f"is a model store, not a parameter set; its default set is in {DEFAULT_PARAMETER_SET}"
+        raise ParameterSetError(f"{path.parent}: {message}", rule="manifest-unreadable")
     if raw.get("format_version") != FORMAT_VERSION:
         found = raw.get("format_version", "missing")
         raise ParameterSetError(
