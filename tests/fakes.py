@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dskd.engine.request import MadeToken
-from dskquant.engines.protocol import GRAPH_GROUPS, KVCache, Logits, StepBatch
+from dskquant.engines.protocol import GRAPH_GROUPS, Int32, KVCache, Logits, SlotBatch, SlotCache, StepBatch
 from dskquant.modes import LADDER, PrecisionMode
 
 VOCABULARY = 97
@@ -128,3 +128,73 @@ def fake_graphs(cache: FakeCache, generation: int = 1) -> dict[frozenset[Precisi
     for graph in graphs.values():
         graph.bind(cache)
     return graphs
+
+
+class FakeSlotCache:
+    """Slots whose "keys and values" are the tokens themselves. Counts what is copied."""
+
+    def __init__(self, num_slots: int, longest: int = 256) -> None:
+        self.num_slots = num_slots
+        self.longest = longest
+        self.tokens: NDArray[np.int64] = np.full((num_slots, longest), EMPTY, np.int64)
+        self.loaded = self.stored = self.copied = 0
+
+    def load(self, slot: int, pages: KVCache, blocks: Int32, begin: int, end: int) -> None:
+        assert isinstance(pages, FakeCache)
+        assert begin % pages.block_size == 0
+        positions = np.arange(begin, end)
+        found = pages.tokens[blocks[positions // pages.block_size], positions % pages.block_size]
+        assert EMPTY not in found, "loaded what was never written"
+        self.tokens[slot, begin:end] = found
+        self.loaded += end - begin
+
+    def store(self, slot: int, pages: KVCache, blocks: Int32, begin: int, end: int) -> None:
+        assert isinstance(pages, FakeCache)
+        assert begin % pages.block_size == 0
+        positions = np.arange(begin, end)
+        pages.tokens[blocks[positions // pages.block_size], positions % pages.block_size] = self.tokens[slot, begin:end]
+        self.stored += end - begin
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self.tokens[target, :length] = self.tokens[source, :length]
+        self.copied += length
+
+
+class FakeSlotGraph:
+    """`FakeGraph` over slots."""
+
+    def __init__(self, modes: Iterable[PrecisionMode], generation: int = 1, poison: int | None = None) -> None:
+        self.modes = frozenset(modes)
+        self.resident_bytes = 500
+        self.generation = generation
+        self.poison = poison
+        self.batches: list[SlotBatch] = []
+        self.on_run: Callable[[SlotBatch], None] = lambda batch: None
+        self.is_closed = False
+
+    def allocate_cache(self, num_slots: int) -> FakeSlotCache:
+        return FakeSlotCache(num_slots)
+
+    def bind(self, cache: SlotCache) -> None:
+        assert isinstance(cache, FakeSlotCache)
+        self._cache = cache
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def run(self, batch: SlotBatch) -> Logits:
+        self.batches.append(batch)
+        self.on_run(batch)
+        for b, (past, new) in enumerate(zip(batch.past_lens.tolist(), batch.new_lens.tolist(), strict=True)):
+            self._cache.tokens[batch.first_slot + b, past : past + new] = batch.token_ids[b, :new]
+        in_int8 = set(map(tuple, batch.residual_rows.tolist()))
+        rows = [self._logits(batch, b, s, (b, s) in in_int8) for b, s in batch.logit_rows.tolist()]
+        return np.array(rows, np.float32).reshape(len(rows), VOCABULARY)
+
+    def _logits(self, batch: SlotBatch, b: int, s: int, in_int8: bool) -> Logits:
+        context = self._cache.tokens[batch.first_slot + b, : batch.past_lens[b] + s + 1].tolist()
+        assert EMPTY not in context, "context that was never written"
+        if context[-1] == self.poison:
+            return np.full(VOCABULARY, np.nan, np.float32)
+        mode = PrecisionMode.INT8 if in_int8 else min(self.modes, key=LADDER.index)
+        return toy_logits(context, mode, self.generation)

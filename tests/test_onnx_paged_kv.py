@@ -15,10 +15,10 @@ from dskquant.convert import ConvertOptions, convert
 from dskquant.engines import load_engine
 from dskquant.engines.onnxruntime import ONNXRuntimeEngine
 from dskquant.engines.onnxruntime.graph import ONNXRuntimeGraph
-from dskquant.engines.onnxruntime.paged_kv import load_slot, read_pages, store_slot, write_pages
-from dskquant.engines.onnxruntime.slots import SlotBatch, SlotCache
+from dskquant.engines.onnxruntime.paged_kv import read_pages, write_pages
+from dskquant.engines.onnxruntime.slots import SlotCache
 from dskquant.engines.openvino.graph import OpenVINOCache
-from dskquant.engines.protocol import CompileOptions, Graph, StepBatch
+from dskquant.engines.protocol import CompileOptions, Graph, SlotBatch, StepBatch
 from dskquant.modes import PrecisionMode
 from dskquant.scheme import Scheme
 
@@ -77,12 +77,6 @@ def slot_graph(store: Path) -> tuple[ONNXRuntimeGraph, SlotCache]:
     return graph, cache
 
 
-def pages(cache: OpenVINOCache) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    names = [[f"{part}_cache.{layer}" for layer in range(2)] for part in ("key", "value")]
-    keys, values = ([cache.tensors[name].data for name in part] for part in names)
-    return keys, values
-
-
 @pytest.fixture(scope="module")
 def never_moved(store: Path) -> np.ndarray:
     """The logits of a sequence that stays where it is, in float32."""
@@ -94,14 +88,14 @@ def never_moved(store: Path) -> np.ndarray:
 def test_a_float_sequence_goes_on_in_a_slot_as_if_never_moved(store: Path, never_moved: np.ndarray) -> None:
     (paged, blocks), (graph, slots) = paged_graph(store, "f32"), slot_graph(store)
     run_paged(paged, TOKENS[:MOVED], 0)
-    load_slot(slots, 1, *pages(blocks), BLOCKS, MOVED)
+    slots.load(1, blocks, BLOCKS, 0, MOVED)
     assert np.abs(run_slot(graph, TOKENS[MOVED:], MOVED) - never_moved[MOVED:]).max() <= 1e-3
 
 
 def test_a_float_sequence_goes_on_in_pages_as_if_never_moved(store: Path, never_moved: np.ndarray) -> None:
     (paged, blocks), (graph, slots) = paged_graph(store, "f32"), slot_graph(store)
     run_slot(graph, TOKENS[:MOVED], 0)
-    store_slot(slots, 1, *pages(blocks), BLOCKS, MOVED)
+    slots.store(1, blocks, BLOCKS, 0, MOVED)
     assert np.abs(run_paged(paged, TOKENS[MOVED:], MOVED) - never_moved[MOVED:]).max() <= 1e-3
 
 
@@ -112,7 +106,7 @@ def test_the_engine_reads_8_bit_pages_as_it_would_its_own(store: Path, never_mov
     run_paged(own, TOKENS[:MOVED], 0)
     noise = np.abs(run_paged(own, TOKENS[MOVED:], MOVED) - never_moved[MOVED:]).max()
     run_slot(graph, TOKENS[:MOVED], 0)
-    store_slot(slots, 1, *pages(blocks), BLOCKS, MOVED)
+    slots.store(1, blocks, BLOCKS, 0, MOVED)
     moved_noise = np.abs(run_paged(paged, TOKENS[MOVED:], MOVED) - never_moved[MOVED:]).max()
     assert 0 < moved_noise <= 1.5 * noise
 
@@ -122,7 +116,7 @@ def test_8_bit_pages_of_the_engine_are_read_to_half_a_step(store: Path) -> None:
     (paged, blocks), (graph, slots) = paged_graph(store, "u8"), slot_graph(store)
     run_paged(paged, TOKENS[:MOVED], 0)
     run_slot(graph, TOKENS[:MOVED], 0)
-    for exact, found in ((slots.keys[0], pages(blocks)[0][0]), (slots.values[0], pages(blocks)[1][0])):
+    for exact, found in ((slots.keys[0], blocks.key_pages[0]), (slots.values[0], blocks.value_pages[0])):
         read = np.zeros_like(exact[0])
         read_pages(found, BLOCKS, MOVED, read)
         step = np.ptp(exact[1, :, :MOVED]) / 255

@@ -1,4 +1,4 @@
-"""Lays the chunks of one graph's step end to end in one `StepBatch`."""
+"""Lays the chunks of one graph's step end to end in one `StepBatch`, or side by side in one `SlotBatch`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dskd.engine.sequence import Chunk
-from dskquant.engines.protocol import Int32, StepBatch
+from dskquant.engines.protocol import Int32, SlotBatch, StepBatch
 from dskquant.modes import PrecisionMode
 
 
@@ -31,6 +31,22 @@ def build_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
         block_indices_begins=offsets(np.array([len(table) for table in tables], np.int32)),
         residual_rows=np.flatnonzero(np.repeat(in_int8, lengths)).astype(np.int32),
         logit_rows=begins[1:][wants_logits] - np.int32(1),
+    )
+
+
+def build_slot_batch(decodes: Sequence[Chunk], slots: Sequence[int], first_slot: int) -> SlotBatch:
+    """The batch that runs `decodes`, one token each, whose sequences fill the neighbouring `slots`, in any order."""
+    rows = np.array(slots, np.int64) - first_slot
+    by_row = np.argsort(rows)
+    places = np.stack((rows, np.zeros_like(rows)), axis=1)
+    in_int8 = np.array([chunk.sequence.mode is PrecisionMode.INT8 for chunk in decodes])
+    return SlotBatch(
+        first_slot=first_slot,
+        token_ids=np.array(new_tokens(decodes), np.int64)[by_row, None],
+        past_lens=np.array([chunk.sequence.num_cached for chunk in decodes], np.int32)[by_row],
+        new_lens=np.ones(len(decodes), np.int32),
+        residual_rows=places[in_int8],
+        logit_rows=places,
     )
 
 

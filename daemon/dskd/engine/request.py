@@ -190,3 +190,6 @@ class LoopSnapshot:
     tokens_by_mode: dict[PrecisionMode, int] = field(default_factory=dict)
     requests_by_mode: dict[PrecisionMode, int] = field(default_factory=dict)
     requests_by_graph: dict[tuple[int, PrecisionMode], int] = field(default_factory=dict)  # by generation and mode
+    tokens_by_engine: dict[str, int] = field(default_factory=dict)
+    slots_used: int = 0  # of the second engine
+    moves: int = 0  # of decoding from one engine to the other

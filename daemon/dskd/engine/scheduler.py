@@ -8,7 +8,7 @@ come, first served: running and waiting sequences, taken together, always stand 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from dskd.config import SchedulerConfig
 from dskd.engine.block_pool import BlockPool
@@ -27,6 +27,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self.config = config
         self.pool = pool
+        self.on_release: Callable[[Sequence], None] = lambda sequence: None  # told before one gives its blocks back
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._prefixes = PrefixCache(pool)
@@ -160,6 +161,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._prefixes.publish([sequence])
+        self.on_release(sequence)
         self.pool.free(sequence.blocks)
         sequence.blocks = NO_BLOCKS
         sequence.num_cached = 0

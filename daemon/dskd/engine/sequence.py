@@ -104,3 +104,8 @@ class Chunk(NamedTuple):
     def wants_logits(self) -> bool:
         """Whether it ends with the last known token, so that the next one can be drawn; asked before it is run."""
         return self.num_tokens == self.sequence.num_uncached
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is the one token after which the answer goes on; asked before it is run."""
+        return self.num_tokens == 1 and self.wants_logits

@@ -32,10 +32,11 @@ from dskd.engine.sampler import Draw, NonFiniteLogitsError, draw_tokens
 from dskd.engine.scheduler import Scheduler
 from dskd.engine.sequence import Chunk, Sequence
 from dskd.engine.shadow import ShadowScorer
+from dskd.engine.slot_decoder import SlotDecoder
 from dskd.errors import FailedPreconditionError, InternalError, InvalidArgumentError, UnavailableError
 from dskd.monitor.health import HealthProbe
 from dskd.monitor.rules import Situation, effective_mode, is_above
-from dskquant.engines.protocol import Graph, Logits
+from dskquant.engines.protocol import Graph, Logits, SlotGraph
 from dskquant.modes import LADDER, PrecisionMode
 
 
@@ -56,11 +57,13 @@ class StepCore:
         deliver: Callable[[list[StepOutput]], None],
         observe: Callable[[list[Observation]], None],
         ask: Callable[[Callable[[], None]], object],
+        slots: SlotDecoder | None = None,
     ) -> None:
-        """`ask` makes whoever drives the core call something between two steps."""
+        """`ask` makes whoever drives the core call something between two steps; `slots` may run steps of decodes."""
         self.log = structlog.get_logger().bind(model=model, engine=engine_name)
         self._engine_name = engine_name
-        self._scheduler = scheduler
+        self._slots = slots
+        self._use(scheduler)
         self._mode = mode
         self._generation = generation
         self._deliver = deliver
@@ -79,6 +82,7 @@ class StepCore:
         self._is_suspended = False
         self._steps = 0
         self._tokens_by_mode = dict.fromkeys(PrecisionMode, 0)
+        self._tokens_by_engine: Counter[str] = Counter()
         self.snapshot = self._take_snapshot()
 
     @property
@@ -117,9 +121,11 @@ class StepCore:
         self._end(sequence, finish=FinishReason.CANCELLED)
         return True
 
-    def install(self, generation: int, graph: Graph) -> None:
-        """Makes `graph` available for its modes."""
+    def install(self, generation: int, graph: Graph, slot_graph: SlotGraph | None = None) -> None:
+        """Makes `graph` available for its modes, and `slot_graph`, if there is one, for their decodes."""
         self._graphs.install(generation, graph)
+        if self._slots and slot_graph:
+            self._slots.install(generation, slot_graph)
 
     def flip(self, mode: PrecisionMode, generation: int, in_flight: InFlight) -> FlipReport:
         """Makes `mode` of `generation` the active one."""
@@ -142,12 +148,12 @@ class StepCore:
             for sequence in self._scheduler.sequences
         ):
             return False
-        self._graphs.drop(generation, modes)
+        self._drop(generation, modes)
         return True
 
     def suspend(self, generation: int, modes: frozenset[PrecisionMode]) -> None:
         """Holds all steps until `resume`, and forgets these graphs though they may be in use."""
-        self._graphs.drop(generation, modes)
+        self._drop(generation, modes)
         self._is_suspended = True
 
     def resume(self) -> None:
@@ -206,8 +212,9 @@ class StepCore:
                 sequence.started = now
             graph = self._graphs[sequence.served_by]
             by_graph.setdefault(id(graph), (graph, []))[1].append(chunk)
+        num_decodes = sum(chunk.is_decode for chunk in chunks) if self._slots else 0
         for graph, its_chunks in by_graph.values():
-            self._run(graph, its_chunks)
+            self._run(graph, self._run_in_slots(self._slots, its_chunks, num_decodes) if self._slots else its_chunks)
         self._steps += 1
 
     def score(self) -> None:
@@ -222,6 +229,8 @@ class StepCore:
         """Ends its threads and lets go of the graphs."""
         self._scorer.close()
         self._graphs.clear()
+        if self._slots:
+            self._slots.close()
 
     def settle(self) -> None:
         """What follows a change or a step: outputs are told, what is no longer used is let go."""
@@ -240,28 +249,66 @@ class StepCore:
         self._outputs += [StepOutput(request_id, error=reason) for request_id in self._open]
         self._open.clear()
         pool = self._scheduler.pool
-        self._scheduler = Scheduler(self._scheduler.config, BlockPool(pool.num_blocks, pool.block_size))
+        self._use(Scheduler(self._scheduler.config, BlockPool(pool.num_blocks, pool.block_size)))
+        if self._slots:
+            self._slots.vacate()
         self._scorer.abandon()
         self.settle()
 
     def _run(self, graph: Graph, chunks: list[Chunk]) -> None:
-        ready = [chunk.sequence for chunk in chunks if chunk.wants_logits]
+        if not chunks:
+            return
         with self._scorer.alone_with(graph):
             try:
-                logits = graph.run(build_batch(chunks, self._scheduler.pool.block_size))
-                draws = draw_tokens(logits, [sequence.sampler for sequence in ready]) if ready else []
+                if self._slots:
+                    self._slots.leave(chunk.sequence for chunk in chunks)
+                batch = build_batch(chunks, self._scheduler.pool.block_size)
+                began = time.perf_counter()
+                logits = graph.run(batch)
+                if self._slots:
+                    self._slots.learn_paged(chunks, time.perf_counter() - began)
             except Exception:
                 self._fail([chunk.sequence for chunk in chunks])
                 return
-            for chunk in chunks:
-                self._scheduler.postprocess(chunk)
-            if ready:
-                self._look_at_health(logits, ready)
-            for sequence, draw, row in zip(ready, draws, logits, strict=True):
-                if isinstance(draw, NonFiniteLogitsError):
-                    self._refuse_logits(sequence)
-                else:
-                    self._accept(sequence, draw, row)
+            self._draw(logits, chunks, self._engine_name)
+
+    def _run_in_slots(self, slots: SlotDecoder, chunks: list[Chunk], num_decodes: int) -> list[Chunk]:
+        """Runs those of `chunks`, which one graph serves, that are decoded in slots; the others.
+
+        `num_decodes`: of the whole step.
+        """
+        decodes = [chunk for chunk in chunks if chunk.is_decode]
+        graph = slots.graph_for(decodes, num_decodes) if decodes else None
+        if graph is None:
+            return chunks
+        others = [chunk for chunk in chunks if not chunk.is_decode]
+        try:
+            logits = slots.run(graph, decodes)
+        except Exception:
+            sequence = decodes[0].sequence
+            self.log.exception("decoding in slots failed and is given up", generation=sequence.generation)
+            slots.drop(sequence.generation, graph.modes)
+            return chunks
+        self._draw(logits, decodes, slots.engine_name)
+        return others
+
+    def _draw(self, logits: Logits, chunks: list[Chunk], engine: str) -> None:
+        """Makes tokens of the logits [n, vocabulary] of those of `chunks` that have them; `engine` has run them all."""
+        ready = [chunk.sequence for chunk in chunks if chunk.wants_logits]
+        try:
+            draws = draw_tokens(logits, [sequence.sampler for sequence in ready]) if ready else []
+        except Exception:
+            self._fail([chunk.sequence for chunk in chunks])
+            return
+        for chunk in chunks:
+            self._scheduler.postprocess(chunk)
+        if ready:
+            self._look_at_health(logits, ready)
+        for sequence, draw, row in zip(ready, draws, logits, strict=True):
+            if isinstance(draw, NonFiniteLogitsError):
+                self._refuse_logits(sequence)
+            else:
+                self._accept(sequence, draw, row, engine)
 
     def _look_at_health(self, logits: Logits, ready: list[Sequence]) -> None:
         if self._health is None:
@@ -282,15 +329,16 @@ class StepCore:
                 )
         self._observe(samples)
 
-    def _accept(self, sequence: Sequence, draw: Draw, row: Logits) -> None:
+    def _accept(self, sequence: Sequence, draw: Draw, row: Logits, engine: str) -> None:
         mode = sequence.mode
-        token = MadeToken(draw.id, mode, sequence.generation, self._engine_name, draw.logprob, draw.top_logprobs)
+        token = MadeToken(draw.id, mode, sequence.generation, engine, draw.logprob, draw.top_logprobs)
         sequence.tokens.append(draw.id)
         sequence.repetition.push(draw.id)
         self._scorer.record(sequence, row, self._scheduler)
         if sequence.first_token is None:
             sequence.first_token = time.perf_counter()
         self._tokens_by_mode[mode] += 1
+        self._tokens_by_engine[engine] += 1
         finish = sequence.finish_reason
         if finish is None:
             stats = stats_of(sequence, time.perf_counter())
@@ -338,6 +386,16 @@ class StepCore:
             self._modes_are_stale |= sequence.fallback is not None
         self._modes_are_stale |= self._rules.bend
         return migrated
+
+    def _drop(self, generation: int, modes: frozenset[PrecisionMode]) -> None:
+        self._graphs.drop(generation, modes)
+        if self._slots:
+            self._slots.drop(generation, modes)
+
+    def _use(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        if self._slots:
+            scheduler.on_release = self._slots.forget
 
     # Modes
 
@@ -419,6 +477,9 @@ class StepCore:
             tokens_by_mode=self._tokens_by_mode.copy(),
             requests_by_mode=dict(Counter(sequence.mode for sequence in scheduler.sequences)),
             requests_by_graph=dict(Counter(sequence.served_by for sequence in scheduler.sequences)),
+            tokens_by_engine=dict(self._tokens_by_engine),
+            slots_used=self._slots.num_used_slots if self._slots else 0,
+            moves=self._slots.num_moves if self._slots else 0,
         )
 
 

@@ -21,9 +21,10 @@ from dskd.engine.request import (
     StepOutput,
 )
 from dskd.engine.scheduler import Scheduler
+from dskd.engine.slot_decoder import SecondEngine, SlotDecoder
 from dskd.engine.step_core import StepCore
 from dskd.errors import InternalError, UnavailableError
-from dskquant.engines.protocol import Graph, KVCache
+from dskquant.engines.protocol import Graph, KVCache, SlotGraph
 from dskquant.modes import PrecisionMode
 
 
@@ -45,10 +46,11 @@ class StepLoop:
         generation: int,
         deliver: Callable[[list[StepOutput]], None],
         observe: Callable[[list[Observation]], None] = lambda observations: None,
+        second: SecondEngine | None = None,
     ) -> None:
         """`deliver` gets the outputs of each step in one call on the loop's thread; it must not block.
 
-        `observe` gets what was measured, on that thread or another one.
+        `observe` gets what was measured, on that thread or another one. `second` may decode where it is faster.
         """
         self._commands = CommandQueue()
         self._core = StepCore(
@@ -60,6 +62,7 @@ class StepLoop:
             deliver=deliver,
             observe=observe,
             ask=self._commands.ask,
+            slots=SlotDecoder(second, engine_name, cache) if second else None,
         )
         self._thread = Thread(target=self._run, name=f"step-loop-{model}", daemon=True)
         self._stopping = False
@@ -108,12 +111,13 @@ class StepLoop:
         """Ends a request, whose last output then has CANCELLED; False if it is not open."""
         return self._commands.ask(lambda: self._core.cancel(request_id))
 
-    def install(self, generation: int, graph: Graph) -> Future[None]:
+    def install(self, generation: int, graph: Graph, slot_graph: SlotGraph | None = None) -> Future[None]:
         """Makes `graph`, bound to the cache and warmed up, available for its modes.
 
+        `slot_graph` of the second engine, bound to its slots, may decode for it.
         FailedPreconditionError if one of them has a graph in this generation already.
         """
-        return self._commands.ask(lambda: self._core.install(generation, graph))
+        return self._commands.ask(lambda: self._core.install(generation, graph, slot_graph))
 
     def flip(self, mode: PrecisionMode, generation: int, in_flight: InFlight) -> Future[FlipReport]:
         """Makes `mode` of `generation` the active one; FailedPreconditionError if it has no graph.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dskquant.engines.protocol import Engine
+from dskquant.engines.protocol import Engine, SlotEngine
 
 ENGINE_NAMES = ("openvino",)
+SLOT_ENGINE_NAMES = ("onnxruntime",)
 
 
 def load_engine(name: str) -> Engine:
@@ -14,3 +15,15 @@ def load_engine(name: str) -> Engine:
 
         return OpenVINOEngine()
     raise ValueError(f"unknown engine {name!r}; known: {', '.join(ENGINE_NAMES)}")
+
+
+def load_slot_engine(name: str) -> SlotEngine:
+    """The engine over slots called `name` (one of `SLOT_ENGINE_NAMES`). Raises ValueError for any other name.
+
+    Its threads will run at the priority of the calling thread.
+    """
+    if name == "onnxruntime":
+        from dskquant.engines.onnxruntime import ONNXRuntimeEngine
+
+        return ONNXRuntimeEngine()
+    raise ValueError(f"unknown engine over slots {name!r}; known: {', '.join(SLOT_ENGINE_NAMES)}")

@@ -1,6 +1,8 @@
-"""What the rest of the project knows of an engine: graphs that run batches of steps over a paged KV cache.
+"""What the rest of the project knows of engines.
 
-`import openvino` stands in `dskquant.engines.openvino` alone.
+An `Engine` makes graphs that run batches of steps over a paged KV cache, and serves everything. A `SlotEngine` beside
+it decodes a few sequences faster, over a cache with a slot for each of them. `import openvino` stands in
+`dskquant.engines.openvino` alone, `import onnxruntime` in `dskquant.engines.onnxruntime`.
 """
 
 from __future__ import annotations
@@ -46,6 +48,27 @@ class StepBatch:
         return int((self.past_lens + np.diff(self.subsequence_begins)).max())
 
 
+@dataclass(frozen=True, slots=True)
+class SlotBatch:
+    """One run of a slot graph for B neighbouring slots, S new tokens each, padded on the right.
+
+    A decode step has S = 1; a prefill chunk B = 1 and its own S. A slot with `new_lens` 0 sits the step out: its cache
+    is not touched, and its rows mean nothing.
+    """
+
+    first_slot: int
+    token_ids: Int64  # [B, S]
+    past_lens: Int32  # [B] tokens already in the slot
+    new_lens: Int32  # [B] tokens of the row that are no padding
+    residual_rows: Int64  # [R, 2] (b, s) of the tokens that also use the residual plane (INT8)
+    logit_rows: Int64  # [L, 2] (b, s) of the tokens whose logits are wanted
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the fullest slot must have room for, padding included."""
+        return int(self.past_lens.max() + self.token_ids.shape[1])
+
+
 class WeightSource(Protocol):
     """A weight matrix [N, K] of a stored model that can be quantized."""
 
@@ -72,6 +95,32 @@ class KVCache(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+
+class SlotCache(Protocol):
+    """Keys and values of a few sequences, each in a slot of its own: what slot graphs read and write.
+
+    Sequences move between slots and the blocks of a paged cache of the same model.
+    """
+
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def longest(self) -> int:
+        """Tokens a slot can hold at most."""
+        ...
+
+    def load(self, slot: int, pages: KVCache, blocks: Int32, begin: int, end: int) -> None:
+        """Copies the tokens `begin` (of whole blocks) to `end` of the sequence that lies in `blocks` into a slot."""
+        ...
+
+    def store(self, slot: int, pages: KVCache, blocks: Int32, begin: int, end: int) -> None:
+        """Copies the tokens `begin` (of whole blocks) to `end` of a slot into the blocks of their sequence."""
+        ...
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copies the first `length` tokens of a slot to another one: so that those in use can be neighbours."""
+        ...
 
 
 class Graph(Protocol):
@@ -106,6 +155,37 @@ class Graph(Protocol):
 
     def release_source(self) -> None:
         """Lets go of the mapped pages of its source files; for a graph that has run, and packed its weights, once."""
+        ...
+
+    def close(self) -> None:
+        """Gives its memory back; the graph cannot run again."""
+        ...
+
+
+class SlotGraph(Protocol):
+    """A compiled executable form of a model over slots. One graph may serve several modes."""
+
+    @property
+    def modes(self) -> frozenset[PrecisionMode]: ...
+    @property
+    def resident_bytes(self) -> int:
+        """Memory its weights hold, in bytes (an estimate made from the tensors)."""
+        ...
+
+    def allocate_cache(self, num_slots: int) -> SlotCache:
+        """A cache of `num_slots` slots as long as the context; pages are taken when they are first written."""
+        ...
+
+    def bind(self, cache: SlotCache) -> None:
+        """Makes `cache` the one that `run` reads and writes."""
+        ...
+
+    def run(self, batch: SlotBatch) -> Logits:
+        """Runs one step and returns the logits [L, vocabulary] of `batch.logit_rows`.
+
+        The array is only valid until the next run of this graph. Runs of one graph must not overlap. Raises EngineError
+        when a slot is full, or the engine fails.
+        """
         ...
 
     def close(self) -> None:
@@ -202,6 +282,34 @@ class Engine(Protocol):
         self, store: Path, options: CompileOptions, parameters: ParameterSet | None = None
     ) -> CalibrationGraph:
         """Builds a graph of `parameters`, or, with None, of FP32. Raises what `compile` raises."""
+        ...
+
+    def estimate_bytes(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> int:
+        """Peak memory that `compile` and the first run will take, in bytes, from the store's manifest alone."""
+        ...
+
+
+class SlotEngine(Protocol):
+    """Makes graphs over slots from a model store. Their threads run at the priority of the thread that made it."""
+
+    name: str
+    modes: frozenset[PrecisionMode]  # that it can serve
+
+    def compile(
+        self,
+        store: Path,
+        modes: Collection[PrecisionMode],
+        options: CompileOptions,
+        parameters: ParameterSet | None = None,
+    ) -> SlotGraph:
+        """Builds the graph that serves `modes`, which must be modes of one graph; see `Engine.compile`."""
+        ...
+
+    def allocate_cache(self, store: Path, num_slots: int, max_bytes: int) -> SlotCache:
+        """A cache whose slots are as long as the context, or as `max_bytes` allow.
+
+        Pages are taken when they are first written. Raises EngineError when not even short sequences fit.
+        """
         ...
 
     def estimate_bytes(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> int:

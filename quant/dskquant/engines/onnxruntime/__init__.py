@@ -13,7 +13,7 @@ from dskquant.engines.onnxruntime.emit import KernelsFor, emit_decoder
 from dskquant.engines.onnxruntime.graph import ONNXRuntimeGraph
 from dskquant.engines.onnxruntime.kernels import FLOAT_ACTIVATIONS, INT8_ACTIVATIONS, FloatKernels, PlaneKernels
 from dskquant.engines.onnxruntime.session import SessionMaker
-from dskquant.engines.onnxruntime.slots import SlotLayout
+from dskquant.engines.onnxruntime.slots import SlotCache, SlotLayout, longest_slot
 from dskquant.engines.onnxruntime.stored_weights import StoredWeights
 from dskquant.engines.protocol import CompileOptions
 from dskquant.errors import EngineError, StoreError
@@ -37,6 +37,7 @@ class ONNXRuntimeEngine:
     """
 
     name = "onnxruntime"
+    modes = frozenset(PrecisionMode) - {PrecisionMode.FP16}
 
     def __init__(self) -> None:
         self._sessions = SessionMaker()
@@ -58,10 +59,17 @@ class ONNXRuntimeEngine:
         decoder = _read_decoder(store)
         weights = StoredWeights(store)
         writer = emit_decoder(decoder, weights, _kernels(store, decoder, weights, served, options, parameters))
-        layout = SlotLayout(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, decoder.context_length)
         session = self._sessions.make(writer, options.threads or len(os.sched_getaffinity(0)))
         resident_bytes = sum(constant.nbytes for constant in writer.beside.values())
-        return ONNXRuntimeGraph(session, layout, served, resident_bytes)
+        return ONNXRuntimeGraph(session, _layout(decoder), served, resident_bytes)
+
+    def allocate_cache(self, store: Path, num_slots: int, max_bytes: int) -> SlotCache:
+        """A cache whose slots are as long as the context, or as `max_bytes` allow.
+
+        Raises EngineError when not even short sequences fit, StoreError when the store cannot be read.
+        """
+        layout = _layout(_read_decoder(store))
+        return SlotCache(layout, num_slots, longest_slot(layout, num_slots, max_bytes))
 
     def estimate_bytes(self, store: Path, modes: Collection[PrecisionMode], options: CompileOptions) -> int:
         """Peak memory that `compile` and the first run will take, in bytes, from the store's manifest alone."""
@@ -96,6 +104,10 @@ def _kernels(
     planes = parameters or parameter_set.read(store / DEFAULT_PARAMETER_SET)
     level = INT8_ACTIVATIONS if options.activation_group else FLOAT_ACTIVATIONS
     return lambda writer: PlaneKernels(decoder, planes, served, level, writer)
+
+
+def _layout(decoder: DecoderConfig) -> SlotLayout:
+    return SlotLayout(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, decoder.context_length)
 
 
 def _read_decoder(store: Path) -> DecoderConfig:

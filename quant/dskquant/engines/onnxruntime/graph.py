@@ -9,10 +9,11 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from dskquant.engines import protocol
 from dskquant.engines.onnxruntime import emit
 from dskquant.engines.onnxruntime.session import shared
-from dskquant.engines.onnxruntime.slots import SlotBatch, SlotCache, SlotLayout
-from dskquant.engines.protocol import Logits
+from dskquant.engines.onnxruntime.slots import SlotCache, SlotLayout
+from dskquant.engines.protocol import Logits, SlotBatch
 from dskquant.errors import EngineError
 from dskquant.modes import PrecisionMode
 
@@ -37,11 +38,13 @@ class ONNXRuntimeGraph:
         self._logits = np.empty((0, vocabulary), np.float32)
 
     def allocate_cache(self, num_slots: int) -> SlotCache:
-        """A cache of `num_slots` slots; pages are taken when they are first written."""
-        return SlotCache(self.layout, num_slots)
+        """A cache of `num_slots` slots as long as the context; pages are taken when they are first written."""
+        return SlotCache(self.layout, num_slots, self.layout.context_length)
 
-    def bind(self, cache: SlotCache) -> None:
+    def bind(self, cache: protocol.SlotCache) -> None:
         """Makes `cache` the one that `run` reads and writes. Raises EngineError for that of another model."""
+        if not isinstance(cache, SlotCache):
+            raise TypeError(f"an ONNX Runtime graph cannot use a {type(cache).__name__}")
         if cache.layout != self.layout:
             raise EngineError(f"KV slots of {cache.layout} cannot be used by a graph of {self.layout}")
         self._cache = cache
@@ -68,9 +71,6 @@ class ONNXRuntimeGraph:
         except Exception as error:  # the library has a dozen unrelated types for it
             raise EngineError(f"ONNX Runtime failed: {error}") from error
         return logits
-
-    def release_source(self) -> None:
-        """Does nothing: a session maps no files."""
 
     def close(self) -> None:
         """Gives its memory back to the system; the graph cannot run again."""

@@ -10,16 +10,16 @@ and range / 255 is the scale. Keys are quantized by channel and values by token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dskquant.engines.onnxruntime.slots import KVTensor, SlotCache
 from dskquant.engines.protocol import Int32
 
 Pages = NDArray[Any]  # floats or uint8
+KVTensor = NDArray[np.float32]
 Float32 = NDArray[np.float32]
 
 HEADER_BYTES = 8
@@ -28,23 +28,6 @@ HEADER_BYTES = 8
 LARGEST_CODE = np.float32(255)
 SMALLEST_RANGE = np.float32(1e-6)
 """Of values that are all alike: a scale must not be 0."""
-
-
-def load_slot(
-    cache: SlotCache, slot: int, keys: Sequence[Pages], values: Sequence[Pages], blocks: Int32, length: int
-) -> None:
-    """Copies the `length` tokens that lie in `blocks` of the page tensors (one a layer) into a slot."""
-    cache.reserve(length)
-    for pages, tensor in (*zip(keys, cache.keys, strict=True), *zip(values, cache.values, strict=True)):
-        read_pages(pages, blocks, length, tensor[slot])
-
-
-def store_slot(
-    cache: SlotCache, slot: int, keys: Sequence[Pages], values: Sequence[Pages], blocks: Int32, length: int
-) -> None:
-    """Copies the first `length` tokens of a slot into `blocks` of the page tensors (one a layer)."""
-    for pages, tensor in (*zip(keys, cache.keys, strict=True), *zip(values, cache.values, strict=True)):
-        write_pages(tensor[slot], length, pages, blocks)
 
 
 def read_pages(pages: Pages, blocks: Int32, length: int, slot: KVTensor) -> None:

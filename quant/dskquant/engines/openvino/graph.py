@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import Any
+
 import numpy as np
 import openvino as ov
+from numpy.typing import NDArray
 
 from dskquant.engines.openvino.paged import LOGIT_ROWS
 from dskquant.engines.openvino.plane_rewrite import RESIDUAL_ROWS, Source
@@ -28,6 +32,22 @@ class OpenVINOCache:
     @property
     def nbytes(self) -> int:
         return sum(tensor.byte_size for tensor in self.tensors.values())
+
+    @cached_property
+    def key_pages(self) -> list[NDArray[Any]]:
+        """Views of the keys, one a layer, [blocks, kv_heads, ...]. Raises EngineError for a type numpy lacks."""
+        return self._pages("key_cache")
+
+    @cached_property
+    def value_pages(self) -> list[NDArray[Any]]:
+        """Views of the values, as `key_pages`."""
+        return self._pages("value_cache")
+
+    def _pages(self, part: str) -> list[NDArray[Any]]:
+        tensors = [self.tensors[f"{part}.{layer}"] for layer in range(len(self.tensors) // 2)]
+        if tensors[0].element_type == ov.Type.bf16:  # numpy would be shown float16 without a warning
+            raise EngineError("bf16 KV pages cannot be moved to another engine; use kv_precision u8, f16 or f32")
+        return [tensor.data for tensor in tensors]
 
 
 class OpenVINOGraph:

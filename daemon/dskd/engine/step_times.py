@@ -1,0 +1,67 @@
+"""How long a decode step takes, by engine, mode and number of rows: measured once, then learned from what is served."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from dskquant.modes import PrecisionMode
+
+LEARNING_RATE = 0.1
+"""Of a new time in the moving average."""
+
+OUTLIER = 3.0
+"""A step that took so many times the average was held up by something else."""
+
+
+class StepKind(NamedTuple):
+    """What the time of a decode step depends on."""
+
+    engine: str
+    mode: PrecisionMode
+    rows: int
+
+
+class StepTimes:
+    """Seconds of decode steps. Written by the step loop's thread alone, once it runs; `known` may be read by others."""
+
+    def __init__(self, seconds: Mapping[StepKind, float] | None = None) -> None:
+        self._seconds = dict(seconds or {})
+
+    @property
+    def known(self) -> dict[StepKind, float]:
+        return self._seconds.copy()
+
+    def knows(self, engine: str, mode: PrecisionMode) -> bool:
+        return any((kind.engine, kind.mode) == (engine, mode) for kind in self.known)
+
+    def set(self, kind: StepKind, seconds: float) -> None:
+        """Takes a measurement as it is."""
+        self._seconds[kind] = seconds
+
+    def learn(self, kind: StepKind, seconds: float) -> None:
+        """Takes the time of a step that was served into the average."""
+        known = self.estimate(kind)
+        if known is None or known <= 0:
+            self._seconds[kind] = seconds
+            return
+        self._seconds[kind] = known + LEARNING_RATE * (min(seconds, OUTLIER * known) - known)
+
+    def estimate(self, kind: StepKind) -> float | None:
+        """Seconds of such a step: between two known numbers of rows in proportion, beyond them as the nearest one.
+
+        None where nothing is known of the engine and mode.
+        """
+        known = sorted(
+            (other.rows, seconds)
+            for other, seconds in self._seconds.items()
+            if (other.engine, other.mode) == (kind.engine, kind.mode)
+        )
+        if not known:
+            return None
+        index = bisect_left(known, (kind.rows, 0.0))
+        if index in (0, len(known)):
+            return known[min(index, len(known) - 1)][1]
+        (low, low_s), (high, high_s) = known[index - 1 : index + 1]
+        return low_s + (high_s - low_s) * (kind.rows - low) / (high - low)
