@@ -159,6 +159,14 @@ def test_all_problems_of_a_file_are_told_together() -> None:
         ("server.max_message_bytes = '4GiB'", 'server.max_message_bytes = "4GiB": allowed: 1 to 2147483647'),
         ("models.a = {path = 'x', resident = ['int8', 4]}", "models.a.resident[1] = 4: allowed: "),
         ("models.a = {path = 'x', resident = ['int8']}", 'models.a.default_mode: "int4" must be one of the resident'),
+        (
+            "models.a = {path = 'x', engine = 'auto', kv_precision = 'bf16'}",
+            'models.a.kv_precision: "bf16" keys and values cannot move to ONNX Runtime',
+        ),
+        (
+            "models.a = {path = 'x', engine = 'onnx'}",
+            'models.a.engine = "onnx": allowed: "openvino", "onnxruntime", "auto"',
+        ),
         ("models.a = {path = 'x', kv_cache_bytes = '2 gigs'}", 'models.a.kv_cache_bytes = "2 gigs": allowed: '),
         *(
             (f"models.a = {{path = 'x', kv_cache_bytes = '{'9' * digits}GiB'}}", "models.a.kv_cache_bytes = ")

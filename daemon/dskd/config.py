@@ -16,7 +16,6 @@ from dskd.address import Address
 from dskd.monitor.config import MonitorConfig
 from dskd.typed_toml import Between, Builder, ConfigError, OneOf
 from dskd.units import ByteSize
-from dskquant.engines import ENGINE_NAMES
 from dskquant.engines.protocol import WeightLayout
 from dskquant.modes import PrecisionMode
 
@@ -160,6 +159,14 @@ class ProofConfig:
     max_worsening: Annotated[float, Between(1)] = 4.0  # mean KL of a new parameter set, times that of the serving one
 
 
+class EngineUse(enum.Enum):
+    """Which engines serve a model. OpenVINO always does all that the other one cannot."""
+
+    OPENVINO = "openvino"  # alone
+    ONNXRUNTIME = "onnxruntime"  # decodes whenever it can
+    AUTO = "auto"  # decodes where that is measured to be faster
+
+
 class SwapPolicy(enum.Enum):
     """How another parameter set takes the place of the one that serves."""
 
@@ -172,13 +179,14 @@ class ModelConfig:
     """[models.NAME]: one model of a store."""
 
     path: Path
-    engine: Annotated[str, OneOf(ENGINE_NAMES)] = "openvino"
+    engine: EngineUse = EngineUse.OPENVINO
     resident: tuple[PrecisionMode, ...] = (PrecisionMode.INT4, PrecisionMode.INT8)
     default_mode: PrecisionMode = PrecisionMode.INT4
     load: bool = True  # at start
     threads: Annotated[int, Between(0)] = 0  # 0: all cores
     kv_precision: Annotated[str, OneOf(("u8", "f16", "bf16", "f32"))] = "u8"
     kv_cache_bytes: ByteSize = field(default=ByteSize(2 << 30))
+    slot_bytes: ByteSize = field(default=ByteSize(1 << 30))  # keys and values of what ONNX Runtime decodes
     weights: WeightLayout = WeightLayout.SHARED
     activation_group: Annotated[int, Between(0)] = 128  # 0: float activations
     on_demand_ttl_s: Annotated[float, Between(0)] = 60.0
@@ -191,6 +199,8 @@ class ModelConfig:
     def problems(self) -> Problems:
         if self.default_mode not in self.resident:
             yield "default_mode", f'"{self.default_mode.value}" must be one of the resident modes'
+        if self.kv_precision == "bf16" and self.engine is not EngineUse.OPENVINO:
+            yield "kv_precision", f'"bf16" keys and values cannot move to ONNX Runtime; engine = "{self.engine.value}"'
 
 
 @dataclass(frozen=True, slots=True)

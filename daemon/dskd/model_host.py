@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from dskd import state_lock
-from dskd.config import Config, ModelConfig
+from dskd.config import Config, EngineUse, ModelConfig
 from dskd.engine.request import GenerationRequest, InFlight, StepOutput
 from dskd.host import HostFactory, ModelHost
 from dskd.manager.events import EventBus
@@ -16,9 +16,11 @@ from dskd.manager.types import Change, ChangeReport, ManagerSnapshot, SwitchRepo
 from dskd.monitor.metrics import EventMetrics
 from dskd.monitor.types import NoiseSnapshot
 from dskd.text.tokenizer import TextCodec
-from dskquant.engines import load_engine
+from dskquant.engines import load_engine, load_slot_engine
 from dskquant.modes import PrecisionMode
 from dskquant.store import StoreManifest
+
+BASE_ENGINE, SLOT_ENGINE = "openvino", "onnxruntime"
 
 MODELS = "models"
 """Directory in the state directory with one for each model."""
@@ -54,12 +56,13 @@ class StoredModelHost:
             name,
             model,
             config.scheduler,
-            load_engine(model.engine),
+            load_engine(BASE_ENGINE),
             config.server.state_dir / MODELS / name,
             events,
             history,
             config.monitor,
             metrics,
+            None if model.engine is EngineUse.OPENVINO else load_slot_engine(SLOT_ENGINE),
         )
 
     async def load(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dskquant.engines.protocol import Graph, Logits, StepBatch
+from dskquant.engines.protocol import Graph, Logits, SlotBatch, StepBatch
 from dskquant.modes import PrecisionMode
 
 
@@ -77,6 +77,28 @@ def forward_together(
             found[index].append(logits[row : row + len(chunk.wanted)].copy())
             row += len(chunk.wanted)
     return [np.concatenate(pieces) for pieces in found]
+
+
+def slot_batch_of(
+    texts: Sequence[Sequence[int]], begin: int, end: int, wanted: Sequence[range], mode: PrecisionMode
+) -> SlotBatch:
+    """One run that reads the tokens `begin` to `end` of each text that is so long, for logits of `wanted`."""
+    lengths = np.array([len(text) for text in texts], np.int32)
+    token_ids = np.zeros((len(texts), end - begin), np.int64)
+    for row, text in enumerate(texts):
+        token_ids[row, : max(len(text) - begin, 0)] = text[begin:end]
+    past_lens = np.minimum(lengths, np.int32(begin))
+    new_lens = np.minimum(lengths, np.int32(end)) - past_lens
+    rows = np.argwhere(np.arange(end - begin) < new_lens[:, None])
+    positions = [(row, position - begin) for row, found in enumerate(wanted) for position in found]
+    return SlotBatch(
+        first_slot=0,
+        token_ids=token_ids,
+        past_lens=past_lens,
+        new_lens=new_lens,
+        residual_rows=rows if mode is PrecisionMode.INT8 else rows[:0],
+        logit_rows=np.array(positions, np.int64),
+    )
 
 
 def blocks_for(tokens: int, block_size: int) -> int:

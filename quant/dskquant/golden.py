@@ -14,9 +14,9 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from dskquant.engines.protocol import CompileOptions, Engine, Graph, Logits
+from dskquant.engines.protocol import CompileOptions, Engine, Graph, Logits, SlotGraph
 from dskquant.errors import StoreError
-from dskquant.forward import blocks_for, forward_together
+from dskquant.forward import blocks_for, forward_together, slot_batch_of
 from dskquant.mapped_safetensors import MappedSafetensors
 from dskquant.modes import PrecisionMode
 from dskquant.store import GOLDEN, TOKENIZER
@@ -95,6 +95,13 @@ def answers(prompts: Sequence[Sequence[int]], graph: Graph, engine: Engine, mode
     """
     graph.bind(graph.allocate_cache(len(prompts) * blocks_for(MAX_TOKENS, engine.block_size)))
     return np.concatenate(forward_together(graph, prompts, mode, block_size=engine.block_size, last=SCORED))
+
+
+def answers_in_slots(prompts: Sequence[Sequence[int]], graph: SlotGraph, mode: PrecisionMode) -> Logits:
+    """`answers` of a slot graph. Leaves a scratch cache bound to it."""
+    graph.bind(graph.allocate_cache(len(prompts)))
+    wanted = [range(max(len(prompt) - SCORED, 0), len(prompt)) for prompt in prompts]
+    return graph.run(slot_batch_of(prompts, 0, max(map(len, prompts)), wanted, mode)).copy()
 
 
 def encode_prompts(store: Path) -> tuple[tuple[int, ...], ...]:

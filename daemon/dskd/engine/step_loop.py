@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
+from typing import TypeVar
 
 from dskd.config import SchedulerConfig
 from dskd.engine.block_pool import BlockPool
@@ -26,6 +27,8 @@ from dskd.engine.step_core import StepCore
 from dskd.errors import InternalError, UnavailableError
 from dskquant.engines.protocol import Graph, KVCache, SlotGraph
 from dskquant.modes import PrecisionMode
+
+T = TypeVar("T")
 
 
 class StepLoop:
@@ -159,6 +162,10 @@ class StepLoop:
     def set_scoring(self, plan: ScoringPlan | None) -> Future[None]:
         """Measures answers by `plan`; None: not at all."""
         return self._commands.ask(lambda: self._core.set_scoring(plan))
+
+    def between_steps(self, work: Callable[[], T]) -> Future[T]:
+        """Does `work` on the loop's thread, which serves nobody meanwhile."""
+        return self._commands.ask(work)
 
     def set_preparing(self, is_preparing: bool) -> Future[None]:
         """Tells whether a graph is being built beside the loop: measuring takes less time then."""

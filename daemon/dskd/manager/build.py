@@ -11,7 +11,9 @@ from pathlib import Path
 from dskd import memory
 from dskd.errors import FailedPreconditionError
 from dskd.manager.generation import Generation
+from dskd.manager.measuring import InTurn
 from dskd.manager.proof import Proof, Prover
+from dskd.manager.second_engine import SecondBuilder, SlotBuild
 from dskd.priority import at_once, lower_priority, when_idle
 from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
 from dskquant.modes import PrecisionMode
@@ -24,6 +26,7 @@ class Build:
     graph: Graph
     proofs: list[Proof]
     phases_ms: dict[str, float] = field(default_factory=dict)
+    slots: SlotBuild = field(default_factory=SlotBuild)  # the same on the second engine
 
 
 class Overtaking:
@@ -56,6 +59,7 @@ class Builder:
     store: Path
     options: CompileOptions
     prover: Prover
+    second: SecondBuilder | None = None
 
     def require_memory(self, graphs: Collection[frozenset[PrecisionMode]], given_back: int = 0) -> None:
         """Raises ResourceExhaustedError, with the numbers, unless the graphs of these modes fit into memory.
@@ -72,8 +76,9 @@ class Builder:
         modes: frozenset[PrecisionMode],
         cache: KVCache | None,
         overtaking: Overtaking,
+        in_turn: InTurn,
     ) -> Build:
-        """Blocks for as long as it takes; the engine works when the cores are idle.
+        """Blocks for as long as it takes; the engine works when the cores are idle. Steps are timed `in_turn`.
 
         Without `cache` nothing serves yet: the build has the usual priority, which the threads keep that the engine
         starts and will serve with, and the caller binds the graph.
@@ -91,17 +96,23 @@ class Builder:
         with _timed(phases, "build"):
             parameters = generation.effective_parameters
             graph = engine_thread(lambda: self.engine.compile(self.store, modes, self.options, parameters))
+        slots = SlotBuild()
         try:
             overtaking.check()
             with _timed(phases, "prove"):
                 proofs = self.prover.judge(engine_thread(lambda: self.prover.ask(graph)))
                 graph.release_source()
-                if cache is not None:
-                    graph.bind(cache)
+            if self.second is not None:
+                with _timed(phases, "second_engine"):
+                    slots = self.second.build(generation, graph, engine_thread, in_turn, overtaking.check)
+            overtaking.check()
+            if cache is not None:
+                graph.bind(cache)
         except BaseException:
             graph.close()
+            slots.close()
             raise
-        return Build(graph, proofs, phases)
+        return Build(graph, proofs, phases, slots)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from dskd.manager.journal import Journal
 from dskd.manager.monitored import ManagedModel
 from dskd.manager.proof import Prover
 from dskd.manager.residency import Residency, Retention
+from dskd.manager.second_engine import SecondBuilder, prepare
 from dskd.manager.start import StartingPoint, starting_points
 from dskd.manager.state_file import KeptGeneration, read_committed
 from dskd.manager.transitions import Plan, Serving, Transitions, kept_now
@@ -38,6 +39,8 @@ from dskd.manager.types import (
     HistoryEntry,
     ManagerSnapshot,
     ModeState,
+    SecondEngineState,
+    SecondGraphState,
     SwitchReport,
 )
 from dskd.monitor.config import MonitorConfig
@@ -47,11 +50,12 @@ from dskd.monitor.types import NoiseSnapshot
 from dskd.quant_config import overridden
 from dskd.typed_toml import ConfigError
 from dskquant import golden
-from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
+from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache, SlotEngine
 from dskquant.errors import QuantError
 from dskquant.modes import LADDER, PrecisionMode
 
 STATE = "state.json"
+TIMINGS = "timings.json"
 SETS = "sets"
 
 T = TypeVar("T")
@@ -75,12 +79,17 @@ class QuantizerManager:
         history: History,
         monitor: MonitorConfig | None = None,
         metrics: EventMetrics | None = None,
+        slot_engine: SlotEngine | None = None,
     ) -> None:
-        """`state_dir` is the model's own: its committed state and the parameter sets it may serve are kept there."""
+        """`state_dir` is the model's own: its committed state and the parameter sets it may serve are kept there.
+
+        `slot_engine` decodes where the configuration says so; `engine` does all else.
+        """
         self._name = name
         self._config = config
         self._scheduler = scheduler
         self._engine = engine
+        self._slot_engine = slot_engine
         self._monitor_base = config.monitor or monitor or MonitorConfig()
         self._metrics = metrics
         self._state_dir = state_dir
@@ -100,7 +109,8 @@ class QuantizerManager:
         catalogue = await asyncio.to_thread(Catalogue, store, depot, self._engine.name, options)
         prompts = await asyncio.to_thread(golden.read, store)
         prover = Prover(prompts, self._engine, config.proof)
-        builder = Builder(self._engine, store, options, prover)
+        self._second, self._without_second = await asyncio.to_thread(self._prepare_second, options, prover)
+        builder = Builder(self._engine, store, options, prover, self._second)
         self._residency = Residency(self._name, builder, self._events)
         try:
             serving, last_number = await self._start_with_the_best(catalogue)
@@ -130,6 +140,17 @@ class QuantizerManager:
         self._monitoring = asyncio.create_task(self._monitor.run(), name=f"monitor {self._name}")
         retention = Retention(config.resident, config.on_demand_ttl_s, config.keep_previous_s)
         self._spawn(self._residency.release_unused(retention))
+
+    def _prepare_second(self, options: CompileOptions, prover: Prover) -> tuple[SecondBuilder | None, str]:
+        """The second engine, or why there is none; "" where none is wanted."""
+        if self._slot_engine is None:
+            return None, ""
+        timings = self._state_dir / TIMINGS
+        try:
+            return prepare(self._config, self._slot_engine, self._engine, options, prover, timings), ""
+        except EXPECTED_ERRORS as error:
+            self._log.warning("one engine serves alone", engine=self._engine.name, reason=str(error))
+            return None, str(error)
 
     def _monitor_config(self) -> MonitorConfig:
         """What the configuration says, and over it what quant configs say."""
@@ -217,6 +238,7 @@ class QuantizerManager:
             generation=serving.generation.number,
             deliver=self._answers.deliver,
             observe=self._observe,
+            second=self._second.decoding if self._second else None,
         )
         self._loop.start()
         self._residency.serve(serving.generation)
@@ -241,6 +263,8 @@ class QuantizerManager:
             await asyncio.wait(self._background)
         await asyncio.to_thread(self._transitions.close_threads)
         await asyncio.to_thread(self._loop.stop)
+        if self._second:
+            await asyncio.to_thread(self._second.save_times)
         await asyncio.to_thread(self._residency.close)
         await asyncio.to_thread(gc.collect)  # the parts of a manager refer to each other
         memory.give_back()
@@ -357,6 +381,20 @@ class QuantizerManager:
             loop=loop,
             kv_cache_bytes=self._kv_cache_bytes,
             change_in_progress=", ".join(f"preparing {name}" for name in self._residency.in_preparation),
+            second=self._second_state(now.generation),
+        )
+
+    def _second_state(self, generation: Generation) -> SecondEngineState | None:
+        if self._slot_engine is None:
+            return None
+        found = ((mode, self._residency.slots_of(generation, mode)) for mode in LADDER)
+        return SecondEngineState(
+            self._slot_engine.name,
+            self._config.engine,
+            self._without_second,
+            self._second.cache.num_slots if self._second else 0,
+            tuple(SecondGraphState(mode, slots.nbytes, slots.reason) for mode, slots in found if slots),
+            self._second.times.known if self._second else {},
         )
 
     def _generation_state(self, kept: KeptGeneration, now: Serving) -> GenerationState:

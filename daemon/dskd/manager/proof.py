@@ -9,7 +9,7 @@ from dskd.config import ProofConfig
 from dskd.errors import FailedPreconditionError
 from dskquant import golden
 from dskquant.divergence import Divergence
-from dskquant.engines.protocol import Engine, Graph, Logits
+from dskquant.engines.protocol import Engine, Graph, Logits, SlotGraph
 from dskquant.modes import LADDER, PrecisionMode
 
 Answers = Mapping[PrecisionMode, Logits]
@@ -49,6 +49,10 @@ class Prover:
     def ask(self, graph: Graph) -> Answers:
         """What `graph` answers in each of its modes; also warms it up. Leaves a scratch cache bound."""
         return {mode: golden.answers(self._prompts, graph, self._engine, mode) for mode in graph.modes}
+
+    def ask_in_slots(self, graph: SlotGraph) -> Answers:
+        """`ask` of a slot graph."""
+        return {mode: golden.answers_in_slots(self._prompts, graph, mode) for mode in graph.modes}
 
     def judge(self, answers: Answers) -> list[Proof]:
         """Compares answers with the reference's, the most exact mode first.

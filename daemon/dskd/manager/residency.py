@@ -19,7 +19,10 @@ from dskd.errors import FailedPreconditionError
 from dskd.manager.build import Build, Builder, Overtaking
 from dskd.manager.events import EventBus
 from dskd.manager.generation import Generation
+from dskd.manager.measuring import InTurn
 from dskd.manager.proof import Proof
+from dskd.manager.second_engine import SlotBuild
+from dskd.priority import at_once
 from dskquant.engines.protocol import Graph, KVCache
 from dskquant.modes import LADDER, QUANTIZED, PrecisionMode
 
@@ -53,6 +56,15 @@ class Resident:
     graph: Graph
     proofs: list[Proof]
     last_use: dict[int, float] = field(default_factory=dict)  # by generation it is installed for: `time.monotonic`
+    slots: SlotBuild = field(default_factory=SlotBuild)  # the same on the second engine
+
+    @property
+    def nbytes(self) -> int:
+        return self.graph.resident_bytes + self.slots.nbytes
+
+    def close(self) -> None:
+        self.graph.close()
+        self.slots.close()
 
 
 @dataclass(slots=True)
@@ -87,6 +99,7 @@ class Residency:
         self._stirred = asyncio.Event()
         self._is_settling = False
         self._cache: KVCache | None = None  # before `attach` and after `close`
+        self._in_turn: InTurn = at_once  # there is no loop before `attach`
         self._serving = 0  # number of the generation that serves
         self._wanted: Counter[PrecisionMode] = Counter()
 
@@ -100,7 +113,12 @@ class Residency:
     def bytes_of(self, generation: Generation, mode: PrecisionMode) -> int:
         """Memory of the graph that serves `mode`; 0 if it is not in memory."""
         resident = self._residents.get(self._id(generation, mode))
-        return resident.graph.resident_bytes if resident else 0
+        return resident.nbytes if resident else 0
+
+    def slots_of(self, generation: Generation, mode: PrecisionMode) -> SlotBuild | None:
+        """The graph of the second engine that decodes `mode`, or why there is none; None: the mode is not in memory."""
+        resident = self._residents.get(self._id(generation, mode))
+        return resident.slots if resident else None
 
     def holds_generation(self, number: int) -> bool:
         """Whether quantized graphs of that generation are in memory."""
@@ -128,7 +146,7 @@ class Residency:
             if graph_id not in self._residents:
                 build = await self._build(generation, graph_id, Overtaking())
                 last_use = {generation.number: time.monotonic()}
-                self._residents[graph_id] = Resident(build.graph, build.proofs, last_use)
+                self._residents[graph_id] = Resident(build.graph, build.proofs, last_use, build.slots)
 
     @property
     def any_graph(self) -> Graph:
@@ -138,10 +156,11 @@ class Residency:
     async def attach(self, loop: StepLoop, cache: KVCache) -> None:
         """Gives `loop` the graphs built so far, bound to `cache`, and those built later."""
         self._loop, self._cache = loop, cache
+        self._in_turn = lambda work: loop.between_steps(work).result()
         for resident in self._residents.values():
             resident.graph.bind(cache)
             for number in resident.last_use:
-                await asyncio.wrap_future(loop.install(number, resident.graph))
+                await asyncio.wrap_future(loop.install(number, resident.graph, resident.slots.graph))
 
     async def ensure(
         self, generation: Generation, mode: PrecisionMode, overtaking: Overtaking | None = None
@@ -195,7 +214,7 @@ class Residency:
                 resident = self._residents.pop(graph_id)
                 for number in resident.last_use:
                     await asyncio.wrap_future(self._loop.suspend(number, graph_id.modes))
-                await asyncio.to_thread(resident.graph.close)
+                await asyncio.to_thread(resident.close)
         memory.give_back()
 
     async def release_unused(self, retention: Retention) -> None:
@@ -223,7 +242,7 @@ class Residency:
         """Frees everything; blocks until a build under way has ended. The loop must have stopped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         for resident in self._residents.values():
-            resident.graph.close()
+            resident.close()
         self._residents.clear()
         self._cache = None
 
@@ -246,8 +265,8 @@ class Residency:
                 if resident is None:  # else another generation that agrees on it has it
                     self._publish("mode.preparing", f"preparing {graph_id.name}", wanted)
                     build = await self._build(generation, graph_id, overtaking)
-                    resident, phases = Resident(build.graph, build.proofs), build.phases_ms
-                await asyncio.wrap_future(self._loop.install(generation.number, resident.graph))
+                    resident, phases = Resident(build.graph, build.proofs, slots=build.slots), build.phases_ms
+                await asyncio.wrap_future(self._loop.install(generation.number, resident.graph, resident.slots.graph))
                 resident.last_use[generation.number] = time.monotonic()
                 self._residents[graph_id] = resident
         finally:
@@ -258,7 +277,13 @@ class Residency:
     async def _build(self, generation: Generation, graph_id: GraphId, overtaking: Overtaking) -> Build:
         with self._preparing():
             build = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._builder.build, generation, graph_id.modes, self._cache, overtaking
+                self._thread,
+                self._builder.build,
+                generation,
+                graph_id.modes,
+                self._cache,
+                overtaking,
+                self._in_turn,
             )
         for proof in build.proofs:
             figures = proof.divergence
@@ -325,7 +350,7 @@ class Residency:
             if resident.last_use:
                 return  # another generation has it too
             del self._residents[graph_id]
-            await asyncio.to_thread(resident.graph.close)
+            await asyncio.to_thread(resident.close)
         memory.give_back()
         self._publish("mode.released", f"{graph_id.name} is released", found)
         self._log.info("released", mode=graph_id.name, generation=number)

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dskd.config import EngineUse
 from dskd.engine.request import InFlight, LoopSnapshot
+from dskd.engine.step_times import StepKind
 from dskquant.modes import PrecisionMode
 from dskquant.scheme import LayerRule
 
@@ -100,6 +102,27 @@ class ModeState:
 
 
 @dataclass(frozen=True, slots=True)
+class SecondGraphState:
+    """One mode of a model in memory, on the second engine."""
+
+    mode: PrecisionMode
+    bytes: int  # 0: it is not there
+    reason: str  # why not
+
+
+@dataclass(frozen=True, slots=True)
+class SecondEngineState:
+    """The engine that may decode beside the one that serves everything."""
+
+    name: str
+    use: EngineUse
+    reason: str  # why it does nothing; "": it may decode
+    num_slots: int
+    graphs: tuple[SecondGraphState, ...]
+    step_seconds: dict[StepKind, float]  # of both engines; what `auto` chooses by
+
+
+@dataclass(frozen=True, slots=True)
 class ManagerSnapshot:
     """State of a manager, for display."""
 
@@ -113,6 +136,7 @@ class ManagerSnapshot:
     loop: LoopSnapshot
     kv_cache_bytes: int
     change_in_progress: str
+    second: SecondEngineState | None = None  # None: none is wanted
 
 
 @dataclass(frozen=True, slots=True)

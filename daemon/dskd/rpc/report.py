@@ -23,7 +23,7 @@ def model_status(entry: ModelEntry) -> control_pb2.ModelStatus:
         name=entry.name,
         state=STATES[entry.state],
         reason=entry.reason,
-        engine=entry.config.engine,
+        engine=entry.config.engine.value,
         path=str(entry.config.path),
     )
     if entry.host:
