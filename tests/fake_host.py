@@ -26,7 +26,15 @@ from dskd.engine.request import (
     StepOutput,
 )
 from dskd.errors import UnavailableError
-from dskd.manager.types import Change, ChangeReport, GenerationState, ManagerSnapshot, ModeState, SwitchReport
+from dskd.manager.types import (
+    Change,
+    ChangeReport,
+    GenerationState,
+    ManagerSnapshot,
+    ModeState,
+    SecondEngineState,
+    SwitchReport,
+)
 from dskd.monitor.config import MonitorConfig
 from dskd.monitor.types import NoiseSnapshot
 from dskd.server import Daemon
@@ -93,6 +101,7 @@ class FakeHost:
         self.rollbacks: list[tuple[int | None, InFlight, str, bool]] = []
         self.freed: asyncio.Queue[str] = asyncio.Queue()
         self.graces: list[float] = []
+        self.second: SecondEngineState | None = None
         self._closing = self._aborted = False
         self._open = 0
         self._idle = asyncio.Event()
@@ -127,8 +136,19 @@ class FakeHost:
 
     def snapshot(self) -> ManagerSnapshot:
         modes = tuple(ModeState(mode, mode is PrecisionMode.INT4, 100, 7, 1) for mode in LADDER)
-        loop = LoopSnapshot(running=self._open, waiting=2, blocks_total=10, blocks_free=4)
-        return ManagerSnapshot("fake", PrecisionMode.INT4, 5, "abc", "set5", GENERATIONS, modes, loop, 640, "")
+        tokens = {"fake": 3, "other": 4}
+        loop = LoopSnapshot(
+            running=self._open,
+            waiting=2,
+            blocks_total=10,
+            blocks_free=4,
+            tokens_by_engine=tokens,
+            slots_used=1,
+            moves=2,
+        )
+        return ManagerSnapshot(
+            "fake", PrecisionMode.INT4, 5, "abc", "set5", GENERATIONS, modes, loop, 640, "", self.second
+        )
 
     async def switch(
         self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool, pin: bool = False

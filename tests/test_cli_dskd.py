@@ -15,7 +15,11 @@ from tests.fake_host import MANIFEST
 
 from dskd import cli, doctor
 from dskd.cli import main
+from dskd.config import load_config
 from dskd.doctor import Level, examine
+from dskd.engine.step_times import StepKind
+from dskd.manager.timings_file import timings_file
+from dskquant.modes import PrecisionMode
 
 
 @pytest.fixture
@@ -142,6 +146,17 @@ def test_a_socket_on_the_command_line_starts_where_the_command_was_given(
 
 def test_the_doctor_finds_nothing_wrong_with_a_whole_store(machine: Path, store: Path) -> None:
     assert details(machine, config_for(store), "models.m") == [(Level.OK, f"{store} is whole")]
+
+
+def test_the_doctor_tells_which_engine_was_measured_to_be_faster(machine: Path, store: Path) -> None:
+    config = config_for(store)
+    config.write_text(f"{config.read_text()}engine = 'auto'\n[server]\nstate_dir = 'state'\n")
+    (model,) = load_config(config).models.values()
+    times = {StepKind("openvino", PrecisionMode.INT4, 1): 0.055, StepKind("onnxruntime", PrecisionMode.INT4, 1): 0.032}
+    file = timings_file(store.parent / "state" / "models" / "m", model, ("openvino", "onnxruntime"))
+    file.write(times | {StepKind("openvino", PrecisionMode.INT8, 1): 0.060})  # of one engine alone: says nothing
+    found = [detail for _, detail in details(machine, config, "models.m")]
+    assert found[1:] == ["a step in int4: 1 at a time openvino 55.0 ms, onnxruntime 32.0 ms"]
 
 
 def test_the_doctor_names_damaged_and_missing_files(machine: Path, store: Path) -> None:

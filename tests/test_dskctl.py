@@ -247,6 +247,36 @@ def test_status_json_has_proto_names_short_enums_and_numbers(
     assert model["modes"][1] == {"mode": "fp32", "resident": False, "bytes": 0, "tokens": 0, "requests": 0}
 
 
+def test_status_compares_two_engines_and_says_what_each_does(
+    daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = control_pb2.GetStatusResponse()
+    status.CopyFrom(STATUS)
+    second = status.models[0].second_engine
+    second.name, second.use, second.slots_total, second.slots_used, second.moves = "onnxruntime", "auto", 8, 3, 1234
+    second.tokens.update({"openvino": 10, "onnxruntime": 20_000})
+    second.graphs.add(mode=common_pb2.PRECISION_MODE_FP16, reason="onnxruntime does not have it")
+    for engine, rows, ms in (("openvino", 1, 55.25), ("openvino", 2, 60.0), ("onnxruntime", 1, 32.0)):
+        second.step_times.add(engine=engine, mode=INT4, rows=rows, ms=ms)
+    daemon.replies["status"] = status
+    assert main(["status"]) == ExitCode.DONE
+    out = " ".join(capsys.readouterr().out.split())
+    assert "MODEL MODE ENGINE 1 STREAM 2 STREAMS" in out
+    assert "smollm2 int4 openvino 55.2 ms 60.0 ms smollm2 int4 onnxruntime 32.0 ms - " in out
+    assert "smollm2: engines (auto): 3 of 8 slots of onnxruntime in use, 1,234 moves" in out
+    assert "tokens by onnxruntime 20,000, openvino 10" in out
+    assert "smollm2: fp16 is on openvino alone: onnxruntime does not have it" in out
+
+
+def test_status_says_why_one_engine_serves_alone(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    status = control_pb2.GetStatusResponse()
+    status.CopyFrom(STATUS)
+    status.models[0].second_engine.reason = "the KV slots need 1.0 GiB"
+    daemon.replies["status"] = status
+    assert main(["status"]) == ExitCode.DONE
+    assert "smollm2: openvino serves alone: the KV slots need 1.0 GiB" in capsys.readouterr().out
+
+
 def test_status_of_an_empty_daemon_says_so(daemon: ScriptedDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     daemon.replies["status"] = control_pb2.GetStatusResponse(version="0.1.0")
     daemon.replies["models"] = control_pb2.ListModelsResponse()

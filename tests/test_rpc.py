@@ -25,8 +25,9 @@ from tests.fake_host import END, MANIFEST, FakeHost, Script, asynchronous, outpu
 
 from dskapi.v1 import common_pb2, control_pb2, inference_pb2
 from dskd.address import Address
-from dskd.config import LogConfig, WatchConfig
+from dskd.config import EngineUse, LogConfig, WatchConfig
 from dskd.engine.request import FinishReason, InFlight, MadeToken, SamplingParams, StepOutput
+from dskd.engine.step_times import StepKind
 from dskd.errors import (
     FailedPreconditionError,
     InternalError,
@@ -37,7 +38,16 @@ from dskd.errors import (
 )
 from dskd.log import configure_logging
 from dskd.manager.events import SUBSCRIBER_BACKLOG
-from dskd.manager.types import Change, ChangeReport, HistoryEntry, ModeProof, SetReference, SwitchReport
+from dskd.manager.types import (
+    Change,
+    ChangeReport,
+    HistoryEntry,
+    ModeProof,
+    SecondEngineState,
+    SecondGraphState,
+    SetReference,
+    SwitchReport,
+)
 from dskd.monitor.config import MonitorConfig
 from dskd.monitor.states import FallbackState
 from dskd.monitor.types import ModeNoise, NoisePoint, NoiseSnapshot
@@ -1085,6 +1095,28 @@ async def test_the_status_shows_the_daemon_and_its_loaded_models(tmp_path: Path,
     assert (model.context_length, model.architecture, model.path) == (1000, "llama", str(tmp_path / "m"))
     assert [(mode.mode, mode.resident) for mode in model.modes] == [(1, True), (2, False), (3, False), (4, False)]
     assert {(mode.bytes, mode.tokens, mode.requests) for mode in model.modes} == {(100, 7, 1)}
+
+
+@asynchronous
+async def test_the_status_tells_what_the_second_engine_does(tmp_path: Path, host: FakeHost) -> None:
+    graphs = (SecondGraphState(PrecisionMode.INT4, 500, ""), SecondGraphState(PrecisionMode.FP16, 0, "not there"))
+    times = {
+        StepKind("other", PrecisionMode.INT8, 1): 0.25,
+        StepKind("other", PrecisionMode.INT4, 2): 0.0625,
+        StepKind("fake", PrecisionMode.INT4, 2): 0.125,
+    }
+    async with serving(tmp_path, {"m": host}) as service:
+        (model,) = (await service.control.GetStatus(control_pb2.GetStatusRequest())).models
+        assert not model.HasField("second_engine")
+        host.second = SecondEngineState("other", EngineUse.AUTO, "", 8, graphs, times)
+        (model,) = (await service.control.GetStatus(control_pb2.GetStatusRequest())).models
+    second = model.second_engine
+    assert (second.name, second.use, second.reason) == ("other", "auto", "")
+    assert (second.slots_total, second.slots_used, second.moves) == (8, 1, 2)
+    assert dict(second.tokens) == {"fake": 3, "other": 4}
+    assert [(graph.mode, graph.bytes, graph.reason) for graph in second.graphs] == [(1, 500, ""), (3, 0, "not there")]
+    told = [(step.engine, step.mode, step.rows, step.ms) for step in second.step_times]
+    assert told == [("fake", 1, 2, 125.0), ("other", 1, 2, 62.5), ("other", 2, 1, 250.0)]
 
 
 @asynchronous

@@ -31,7 +31,7 @@ from dskd.manager.manager import QuantizerManager
 from dskd.manager.measuring import ROWS
 from dskd.manager.proof import Prover
 from dskd.manager.second_engine import SLOTS, prepare
-from dskd.manager.timings_file import TimingsFile, fingerprint
+from dskd.manager.timings_file import TimingsFile, fingerprint, timings_file
 from dskd.manager.types import SecondEngineState
 from dskd.priority import at_once
 from dskd.units import ByteSize
@@ -145,9 +145,7 @@ def state_dir(store: Path) -> Path:
 
 def timings_of(store: Path) -> TimingsFile:
     """The file that a manager of `store` with the default options reads."""
-    config = ModelConfig(store)
-    options = CompileOptions(1, config.kv_precision, config.activation_group, config.weights)
-    return TimingsFile(state_dir(store) / "timings.json", fingerprint(["toy", "slots"], options, 1))
+    return timings_file(state_dir(store), ModelConfig(store, threads=1), ("toy", "slots"))
 
 
 @asynccontextmanager
@@ -248,12 +246,14 @@ async def test_a_graph_that_the_second_engine_cannot_make_is_done_without(store:
 def test_a_build_that_is_overtaken_while_the_second_graph_is_made_leaves_neither(store: Path) -> None:
     engine, slot_engine, overtaking = ToyEngine(), ToySlotEngine(), Overtaking()
     slot_engine.on_compile = lambda: overtaking.overtake("a later change")
-    options = CompileOptions()
+    config = ModelConfig(store)
     prover = Prover(golden.read(store), engine, TOY_PROOF)
-    second = prepare(ModelConfig(store), slot_engine, engine, options, prover, store / "timings.json")
+    second = prepare(config, slot_engine, engine, prover, state_dir(store))
     generation = Generation(1, "hash", ParameterSet(store, "toy", WEIGHTS, {}, {}))
     with capture_logs(), pytest.raises(FailedPreconditionError, match="overtaken by a later change"):
-        Builder(engine, store, options, prover, second).build(generation, frozenset({FP32}), None, overtaking, at_once)
+        Builder(engine, store, config.options, prover, second).build(
+            generation, frozenset({FP32}), None, overtaking, at_once
+        )
     assert [graph.is_closed for graph in (*engine.graphs, *slot_engine.graphs)] == [True, True]
 
 
@@ -314,6 +314,6 @@ def test_damaged_times_are_measured_again(tmp_path: Path, content: bytes) -> Non
 def test_a_fingerprint_tells_machine_versions_and_options(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nmodel name\t: Fast CPU @ 9 GHz\n")
-    told = json.loads(fingerprint(["numpy", "toy"], CompileOptions(activation_group=64), 3, tmp_path))
+    told = json.loads(fingerprint(["numpy", "toy"], ModelConfig(tmp_path, activation_group=64, threads=3), tmp_path))
     assert (told["cpu"], told["threads"], told["activation_group"]) == ("Fast CPU @ 9 GHz", 3, 64)
     assert (told["numpy"], told["toy"]) == (np.__version__, "")

@@ -16,7 +16,7 @@ from dskd.address import Address
 from dskd.monitor.config import MonitorConfig
 from dskd.typed_toml import Between, Builder, ConfigError, OneOf
 from dskd.units import ByteSize
-from dskquant.engines.protocol import WeightLayout
+from dskquant.engines.protocol import CompileOptions, WeightLayout
 from dskquant.modes import PrecisionMode
 
 SYSTEM_SOCKET = Path("/run/dskd/dskd.sock")
@@ -26,6 +26,9 @@ OPEN_TO_ALL = (
     "can be reached from other machines without encryption; "
     "set [server.tls] certificate and key, or insecure = true if that is really meant"
 )
+MODELS = "models"
+"""Directory in the state directory with one for each model."""
+
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 Problems = Iterator[tuple[str, str]]
@@ -91,6 +94,10 @@ class ServerConfig:
     allow_load_from_path: bool = False
     state_dir: Path = field(default_factory=default_state_dir)
     tls: TlsConfig | None = None
+
+    def model_state(self, name: str) -> Path:
+        """The directory of what is kept of one model."""
+        return self.state_dir / MODELS / name
 
     def problems(self) -> Problems:
         if not self.listen:
@@ -195,6 +202,11 @@ class ModelConfig:
     keep_previous_s: Annotated[float, Between(0)] = 0.0  # the graphs of the one before stay in memory this long
     proof: ProofConfig = ProofConfig()
     monitor: MonitorConfig | None = None  # None: [monitor]
+
+    @property
+    def options(self) -> CompileOptions:
+        """How its graphs are compiled."""
+        return CompileOptions(self.threads, self.kv_precision, self.activation_group, self.weights)
 
     def problems(self) -> Problems:
         if self.default_mode not in self.resident:

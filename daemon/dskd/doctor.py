@@ -11,13 +11,16 @@ from importlib import metadata
 from pathlib import Path
 
 from dskd import memory
-from dskd.config import Config, load_config
+from dskd.config import Config, EngineUse, ModelConfig, load_config
+from dskd.engine.step_times import StepTimes
+from dskd.manager.timings_file import timings_file
 from dskd.typed_toml import ConfigError
 from dskd.units import format_bytes
 from dskquant.errors import StoreError
+from dskquant.modes import LADDER
 from dskquant.store import StoreManifest, file_sha256
 
-ENGINE_PACKAGES = ("openvino", "tokenizers", "grpcio")
+ENGINE_PACKAGES = ("openvino", "onnxruntime", "tokenizers", "grpcio")
 
 CPU_FEATURES = {
     "AVX2": ("avx2",),
@@ -102,6 +105,21 @@ def _stores(config: Config) -> Iterator[Finding]:
             yield Finding(Level.FAILED, f"models.{name}", "; ".join(damaged))
         else:
             yield Finding(Level.OK, f"models.{name}", f"{model.path} is whole")
+        if model.engine is EngineUse.AUTO:
+            yield from _step_times(f"models.{name}", model, config.server.model_state(name))
+
+
+def _step_times(subject: str, model: ModelConfig, model_state: Path) -> Iterator[Finding]:
+    """Which engine makes the tokens of how many streams, as far as it has been measured."""
+    engines = (EngineUse.OPENVINO.value, EngineUse.ONNXRUNTIME.value)
+    times = StepTimes(timings_file(model_state, model, engines).read())
+    for mode in LADDER:
+        told = [
+            f"{rows} at a time " + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in found)
+            for rows, found in times.compare(engines, mode).items()
+        ]
+        if told:
+            yield Finding(Level.OK, subject, f"a step in {mode.value}: {'; '.join(told)}")
 
 
 def _damaged_files(store: Path) -> list[str]:

@@ -20,11 +20,6 @@ from dskquant.engines import load_engine, load_slot_engine
 from dskquant.modes import PrecisionMode
 from dskquant.store import StoreManifest
 
-BASE_ENGINE, SLOT_ENGINE = "openvino", "onnxruntime"
-
-MODELS = "models"
-"""Directory in the state directory with one for each model."""
-
 
 def host_factory(config: Config, metrics: EventMetrics | None = None) -> HostFactory:
     """Makes the hosts of the models of a daemon that is configured by `config`, and holds its state directory.
@@ -56,13 +51,13 @@ class StoredModelHost:
             name,
             model,
             config.scheduler,
-            load_engine(BASE_ENGINE),
-            config.server.state_dir / MODELS / name,
+            load_engine(EngineUse.OPENVINO.value),
+            config.server.model_state(name),
             events,
             history,
             config.monitor,
             metrics,
-            None if model.engine is EngineUse.OPENVINO else load_slot_engine(SLOT_ENGINE),
+            None if model.engine is EngineUse.OPENVINO else load_slot_engine(EngineUse.ONNXRUNTIME.value),
         )
 
     async def load(self) -> None:

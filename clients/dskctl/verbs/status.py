@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from rich.console import Group, RenderableType
@@ -36,7 +36,8 @@ def as_text(status: GetStatusResponse, loadable: Sequence[str] = ()) -> Renderab
     if not status.models:
         remedy = f"; `dskctl load NAME` loads one of {', '.join(loadable)}" if loadable else ", and none is configured"
         return Group(*parts, f"no model is loaded{remedy}")
-    return Group(*parts, models_table(status), "", modes_table(status), *_generations(status), *_remarks(status))
+    tables = [models_table(status), "", modes_table(status), *_generations(status), *_step_times(status)]
+    return Group(*parts, *tables, *_remarks(status))
 
 
 def _daemon_line(status: GetStatusResponse) -> str:
@@ -100,11 +101,52 @@ def _generation_row(model: str, state: GenerationStatus) -> list[str]:
     ]
 
 
+def _step_times(status: GetStatusResponse) -> list[RenderableType]:
+    """Milliseconds a step, by number of streams; one row for each mode on each of two engines."""
+    models = [model for model in status.models if model.second_engine.step_times]
+    if not models:
+        return []
+    streams = sorted({step.rows for model in models for step in model.second_engine.step_times})
+    columns = [f"{count} STREAMS" if count > 1 else "1 STREAM" for count in streams]
+    made = table("MODEL", "MODE", "ENGINE", *columns, right=columns)
+    for model in models:
+        for (mode, engine), ms in _steps_of(model).items():
+            cells = [f"{ms[count]:.1f} ms" if count in ms else NOTHING for count in streams]
+            made.add_row(model.name, mode_word(mode), engine, *cells)
+    return ["", made]
+
+
+def _steps_of(model: ModelStatus) -> dict[tuple[int, str], dict[int, float]]:
+    """By mode and engine: the milliseconds of a step by its number of streams."""
+    found: dict[tuple[int, str], dict[int, float]] = {}
+    for step in model.second_engine.step_times:
+        found.setdefault((step.mode, step.engine), {})[step.rows] = step.ms
+    return found
+
+
+def _second_engine(model: ModelStatus) -> Iterator[str]:
+    """What became of it, in sentences."""
+    second = model.second_engine
+    if second.reason:
+        yield f"{model.name}: {model.engine} serves alone: {printable(second.reason)}"
+        return
+    made = ", ".join(f"{engine} {count:,}" for engine, count in sorted(second.tokens.items()))
+    yield (
+        f"{model.name}: engines ({second.use}): {second.slots_used} of {second.slots_total} slots of {second.name} in "
+        f"use, {second.moves:,} moves; tokens by {made or 'none'}"
+    )
+    for graph in second.graphs:
+        if graph.reason:
+            yield f"{model.name}: {mode_word(graph.mode)} is on {model.engine} alone: {printable(graph.reason)}"
+
+
 def _remarks(status: GetStatusResponse) -> list[str]:
     remarks = []
     for model in status.models:
         if model.change_in_progress:
             remarks.append(f"{model.name}: in progress: {printable(model.change_in_progress)}")
+        if model.HasField("second_engine"):
+            remarks += _second_engine(model)
         if model.reason:
             remarks.append(f"{model.name}: {printable(model.reason)}")
     return ["", *remarks] if remarks else []

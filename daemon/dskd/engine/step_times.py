@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from dskquant.modes import PrecisionMode
@@ -47,6 +47,17 @@ class StepTimes:
             self._seconds[kind] = seconds
             return
         self._seconds[kind] = known + LEARNING_RATE * (min(seconds, OUTLIER * known) - known)
+
+    def compare(self, engines: Collection[str], mode: PrecisionMode) -> dict[int, list[tuple[str, float]]]:
+        """By number of rows for which all of `engines` are known: the seconds of each."""
+        known = self.known
+        rows = sorted({kind.rows for kind in known})
+        found = {count: [(name, known.get(StepKind(name, mode, count))) for name in engines] for count in rows}
+        return {
+            count: [(name, seconds) for name, seconds in pairs if seconds is not None]
+            for count, pairs in found.items()
+            if all(seconds is not None for _, seconds in pairs)
+        }
 
     def estimate(self, kind: StepKind) -> float | None:
         """Seconds of such a step: between two known numbers of rows in proportion, beyond them as the nearest one.

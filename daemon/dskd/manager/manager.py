@@ -50,12 +50,11 @@ from dskd.monitor.types import NoiseSnapshot
 from dskd.quant_config import overridden
 from dskd.typed_toml import ConfigError
 from dskquant import golden
-from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache, SlotEngine
+from dskquant.engines.protocol import Engine, Graph, KVCache, SlotEngine
 from dskquant.errors import QuantError
 from dskquant.modes import LADDER, PrecisionMode
 
 STATE = "state.json"
-TIMINGS = "timings.json"
 SETS = "sets"
 
 T = TypeVar("T")
@@ -103,14 +102,13 @@ class QuantizerManager:
     async def start(self) -> None:
         """Builds and proves the resident modes, then serves. What it raises is a DskdError or QuantError."""
         store, config = self._config.path, self._config
-        options = CompileOptions(config.threads, config.kv_precision, config.activation_group, config.weights)
         depot = SetDepot(self._state_dir / SETS)
         await asyncio.to_thread(depot.forget_leftovers)
-        catalogue = await asyncio.to_thread(Catalogue, store, depot, self._engine.name, options)
+        catalogue = await asyncio.to_thread(Catalogue, store, depot, self._engine.name, config.options)
         prompts = await asyncio.to_thread(golden.read, store)
         prover = Prover(prompts, self._engine, config.proof)
-        self._second, self._without_second = await asyncio.to_thread(self._prepare_second, options, prover)
-        builder = Builder(self._engine, store, options, prover, self._second)
+        self._second, self._without_second = await asyncio.to_thread(self._prepare_second, prover)
+        builder = Builder(self._engine, store, config.options, prover, self._second)
         self._residency = Residency(self._name, builder, self._events)
         try:
             serving, last_number = await self._start_with_the_best(catalogue)
@@ -141,13 +139,12 @@ class QuantizerManager:
         retention = Retention(config.resident, config.on_demand_ttl_s, config.keep_previous_s)
         self._spawn(self._residency.release_unused(retention))
 
-    def _prepare_second(self, options: CompileOptions, prover: Prover) -> tuple[SecondBuilder | None, str]:
+    def _prepare_second(self, prover: Prover) -> tuple[SecondBuilder | None, str]:
         """The second engine, or why there is none; "" where none is wanted."""
         if self._slot_engine is None:
             return None, ""
-        timings = self._state_dir / TIMINGS
         try:
-            return prepare(self._config, self._slot_engine, self._engine, options, prover, timings), ""
+            return prepare(self._config, self._slot_engine, self._engine, prover, self._state_dir), ""
         except EXPECTED_ERRORS as error:
             self._log.warning("one engine serves alone", engine=self._engine.name, reason=str(error))
             return None, str(error)

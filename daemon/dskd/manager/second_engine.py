@@ -6,7 +6,6 @@ engine serving alone, and the reason is told.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from dskd.errors import EXPECTED_ERRORS
 from dskd.manager.generation import Generation
 from dskd.manager.measuring import InTurn, measure_paged, measure_slots
 from dskd.manager.proof import Answers, Prover
-from dskd.manager.timings_file import TimingsFile, fingerprint
+from dskd.manager.timings_file import TimingsFile, timings_file
 from dskquant.engines.protocol import CompileOptions, Engine, Graph, SlotCache, SlotEngine, SlotGraph
 from dskquant.modes import PrecisionMode
 
@@ -141,14 +140,12 @@ def prepare(
     config: ModelConfig,
     engine: SlotEngine,
     paged_engine: Engine,
-    options: CompileOptions,
     prover: Prover,
-    timings: Path,
+    model_state: Path,
 ) -> SecondBuilder:
     """Raises ResourceExhaustedError when memory is too short for the slots, EngineError when `slot_bytes` are."""
     memory.require(config.slot_bytes, f"the KV slots of {engine.name}")
     cache = engine.allocate_cache(config.path, SLOTS, config.slot_bytes)
-    threads = options.threads or len(os.sched_getaffinity(0))
-    file = TimingsFile(timings, fingerprint([paged_engine.name, engine.name], options, threads))
+    file = timings_file(model_state, config, (paged_engine.name, engine.name))
     times = StepTimes(file.read())
-    return SecondBuilder(config.engine, engine, paged_engine, config.path, options, prover, cache, times, file)
+    return SecondBuilder(config.engine, engine, paged_engine, config.path, config.options, prover, cache, times, file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -11,9 +12,11 @@ from pathlib import Path
 import structlog
 
 from dskd import durable, memory, typed_json
+from dskd.config import ModelConfig
 from dskd.engine.step_times import StepKind
-from dskquant.engines.protocol import CompileOptions
 from dskquant.modes import PrecisionMode
+
+TIMINGS = "timings.json"
 
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 
@@ -63,9 +66,15 @@ class TimingsFile:
             log.warning("step times cannot be kept", path=str(self._path), reason=str(error))
 
 
-def fingerprint(engines: Iterable[str], options: CompileOptions, threads: int, root: Path = memory.ROOT) -> str:
+def timings_file(model_state: Path, config: ModelConfig, engines: Iterable[str]) -> TimingsFile:
+    """That of a model whose state is kept in `model_state`."""
+    return TimingsFile(model_state / TIMINGS, fingerprint(engines, config))
+
+
+def fingerprint(engines: Iterable[str], config: ModelConfig, root: Path = memory.ROOT) -> str:
     """What step times of a model depend on: the machine, the engines, and how graphs are compiled."""
-    compiled = asdict(options) | {"weights": options.weights.value, "threads": threads}
+    threads = config.threads or len(os.sched_getaffinity(0))
+    compiled = asdict(config.options) | {"weights": config.weights.value, "threads": threads}
     versions = {name: _version(name) for name in engines}
     return json.dumps({"cpu": _cpu_model(root)} | versions | compiled, sort_keys=True)
 

@@ -7,11 +7,22 @@ from collections.abc import Iterable, Iterator
 import structlog
 
 from dskapi.v1 import control_pb2
+from dskd.engine.request import LoopSnapshot
+from dskd.engine.step_times import StepKind
 from dskd.manager.events import Event
-from dskd.manager.types import ChangeReport, GenerationState, HistoryEntry, ManagerSnapshot, ModeProof, SwitchReport
+from dskd.manager.types import (
+    ChangeReport,
+    GenerationState,
+    HistoryEntry,
+    ManagerSnapshot,
+    ModeProof,
+    SecondEngineState,
+    SwitchReport,
+)
 from dskd.registry import ModelEntry
 from dskd.rpc.convert import IN_FLIGHT, MODES, STATES, timestamp
 from dskquant.errors import StoreError
+from dskquant.modes import LADDER
 from dskquant.store import StoreManifest
 
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
@@ -46,6 +57,8 @@ def _add_snapshot(status: control_pb2.ModelStatus, now: ManagerSnapshot) -> None
     status.kv_blocks_free = now.loop.blocks_free
     status.kv_cache_bytes = now.kv_cache_bytes
     status.change_in_progress = now.change_in_progress
+    if now.second:
+        status.second_engine.CopyFrom(_second_engine(now.second, now.loop))
     for state in now.modes:
         status.modes.add(
             mode=MODES[state.mode],
@@ -66,6 +79,28 @@ def _generation_status(state: GenerationState) -> control_pb2.GenerationStatus:
         resident=state.resident,
         kl={mode.value: kl for mode, kl in state.kl.items()},
     )
+
+
+def _second_engine(state: SecondEngineState, loop: LoopSnapshot) -> control_pb2.SecondEngineStatus:
+    status = control_pb2.SecondEngineStatus(
+        name=state.name,
+        use=state.use.value,
+        reason=state.reason,
+        slots_total=state.num_slots,
+        slots_used=loop.slots_used,
+        moves=loop.moves,
+        tokens=loop.tokens_by_engine,
+    )
+    for graph in state.graphs:
+        status.graphs.add(mode=MODES[graph.mode], bytes=graph.bytes, reason=graph.reason)
+    for kind, seconds in sorted(state.step_seconds.items(), key=_in_order):
+        status.step_times.add(engine=kind.engine, mode=MODES[kind.mode], rows=kind.rows, ms=seconds * 1e3)
+    return status
+
+
+def _in_order(item: tuple[StepKind, float]) -> tuple[int, str, int]:
+    kind, _ = item
+    return LADDER.index(kind.mode), kind.engine, kind.rows
 
 
 def model_summary(entry: ModelEntry) -> control_pb2.ModelSummary:

@@ -170,7 +170,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rss_bytes: _Optional[int] = ..., available_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("name", "state", "reason", "engine", "mode", "generation", "hash", "modes", "running_requests", "waiting_requests", "kv_blocks_total", "kv_blocks_free", "context_length", "architecture", "path", "change_in_progress", "kv_cache_bytes", "parameter_set", "generations")
+    __slots__ = ("name", "state", "reason", "engine", "mode", "generation", "hash", "modes", "running_requests", "waiting_requests", "kv_blocks_total", "kv_blocks_free", "context_length", "architecture", "path", "change_in_progress", "kv_cache_bytes", "parameter_set", "generations", "second_engine")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +190,7 @@ class ModelStatus(_message.Message):
     KV_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_SET_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    SECOND_ENGINE_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: ModelState
     reason: str
@@ -209,7 +210,59 @@ class ModelStatus(_message.Message):
     kv_cache_bytes: int
     parameter_set: str
     generations: _containers.RepeatedCompositeFieldContainer[GenerationStatus]
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., reason: _Optional[str] = ..., engine: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., generation: _Optional[int] = ..., hash: _Optional[str] = ..., modes: _Optional[_Iterable[_Union[ModeStatus, _Mapping]]] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., context_length: _Optional[int] = ..., architecture: _Optional[str] = ..., path: _Optional[str] = ..., change_in_progress: _Optional[str] = ..., kv_cache_bytes: _Optional[int] = ..., parameter_set: _Optional[str] = ..., generations: _Optional[_Iterable[_Union[GenerationStatus, _Mapping]]] = ...) -> None: ...
+    second_engine: SecondEngineStatus
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., reason: _Optional[str] = ..., engine: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., generation: _Optional[int] = ..., hash: _Optional[str] = ..., modes: _Optional[_Iterable[_Union[ModeStatus, _Mapping]]] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., context_length: _Optional[int] = ..., architecture: _Optional[str] = ..., path: _Optional[str] = ..., change_in_progress: _Optional[str] = ..., kv_cache_bytes: _Optional[int] = ..., parameter_set: _Optional[str] = ..., generations: _Optional[_Iterable[_Union[GenerationStatus, _Mapping]]] = ..., second_engine: _Optional[_Union[SecondEngineStatus, _Mapping]] = ...) -> None: ...
+
+class SecondEngineStatus(_message.Message):
+    __slots__ = ("name", "use", "reason", "slots_total", "slots_used", "moves", "tokens", "graphs", "step_times")
+    class TokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    USE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GRAPHS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    use: str
+    reason: str
+    slots_total: int
+    slots_used: int
+    moves: int
+    tokens: _containers.ScalarMap[str, int]
+    graphs: _containers.RepeatedCompositeFieldContainer[SecondGraphStatus]
+    step_times: _containers.RepeatedCompositeFieldContainer[StepTime]
+    def __init__(self, name: _Optional[str] = ..., use: _Optional[str] = ..., reason: _Optional[str] = ..., slots_total: _Optional[int] = ..., slots_used: _Optional[int] = ..., moves: _Optional[int] = ..., tokens: _Optional[_Mapping[str, int]] = ..., graphs: _Optional[_Iterable[_Union[SecondGraphStatus, _Mapping]]] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ...) -> None: ...
+
+class SecondGraphStatus(_message.Message):
+    __slots__ = ("mode", "bytes", "reason")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    mode: _common_pb2.PrecisionMode
+    bytes: int
+    reason: str
+    def __init__(self, mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., bytes: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class StepTime(_message.Message):
+    __slots__ = ("engine", "mode", "rows", "ms")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    MS_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    mode: _common_pb2.PrecisionMode
+    rows: int
+    ms: float
+    def __init__(self, engine: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., rows: _Optional[int] = ..., ms: _Optional[float] = ...) -> None: ...
 
 class GenerationStatus(_message.Message):
     __slots__ = ("number", "hash", "parameter_set", "committed", "active", "resident", "kl")
