@@ -21,14 +21,15 @@ from tests.test_manager import TOY_PROOF, UNMEASURED, ToyEngine
 from dskd import memory
 from dskd.config import EngineUse, ModelConfig, SchedulerConfig
 from dskd.engine.request import GenerationRequest, MadeToken
-from dskd.engine.step_times import StepKind
+from dskd.engine.step_times import StepKind, StepTimes
 from dskd.errors import FailedPreconditionError
+from dskd.manager import measuring
 from dskd.manager.build import Builder, Overtaking
 from dskd.manager.events import EventBus
 from dskd.manager.generation import Generation
 from dskd.manager.history import History
 from dskd.manager.manager import QuantizerManager
-from dskd.manager.measuring import ROWS
+from dskd.manager.measuring import ROWS, measure_slots
 from dskd.manager.proof import Prover
 from dskd.manager.second_engine import SLOTS, prepare
 from dskd.manager.timings_file import TimingsFile, fingerprint, timings_file
@@ -233,6 +234,31 @@ async def test_a_graph_that_fails_its_proof_decodes_nothing(store: Path) -> None
             assert "failed its proof" in bench.reason(INT4)
             assert [graph.is_closed for graph in bench.slot_engine.graphs] == [True]
     assert "the second engine does without" in [entry["event"] for entry in logs]
+
+
+@asynchronous
+async def test_a_mode_is_as_noisy_as_on_the_noisier_engine(store: Path) -> None:
+    """Which the thresholds of the noise monitor follow from."""
+    async with serving(store, EngineUse.OPENVINO) as bench:
+        (alone,) = bench.manager.snapshot().generations
+    async with serving(store, slot_engine=ToySlotEngine(sharpness=1.5)) as bench:
+        (generation,) = bench.manager.snapshot().generations
+        assert generation.kl[INT4] > alone.kl[INT4]
+    async with serving(store, slot_engine=ToySlotEngine(sharpness=0.5)) as bench:
+        (generation,) = bench.manager.snapshot().generations
+        assert generation.kl[INT4] == alone.kl[INT4]
+
+
+def test_fewer_rows_never_seem_to_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was held up is not taken for a slow one."""
+    clock = iter([0.0, *np.cumsum([9.0, *[0.3] * 7, 9.0, *[0.5] * 7, 9.0, *[0.4] * 7, 9.0, *[0.8] * 7]).tolist()])
+    now = [next(clock)]
+    graph, times = ToySlotGraph({INT4}), StepTimes()
+    graph.on_run = lambda batch: now.__setitem__(0, next(clock))
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    measure_slots(graph, "slots", INT4, at_once, times)
+    found = {kind.rows: seconds for kind, seconds in times.known.items()}
+    assert found == pytest.approx({1: 0.3, 2: 0.4, 4: 0.4, 8: 0.8})
 
 
 @asynchronous

@@ -109,8 +109,8 @@ class SlotDecoder:
             self._table.update_blocks(sequence)
 
     def learn_paged(self, chunks: list[Chunk], seconds: float) -> None:
-        """Notes what a step of the paged engine took, if it was nothing but decodes."""
-        if all(chunk.is_decode for chunk in chunks):
+        """Notes what a step of the paged engine took, if slots could have run all of it."""
+        if len(chunks) <= self._table.num_slots and all(chunk.is_decode for chunk in chunks):
             self._learn(self._paged_engine, [chunk.sequence for chunk in chunks], seconds)
 
     def _goes_in_slots(self, graph: SlotGraph, group: list[Sequence], has_room: bool) -> bool:

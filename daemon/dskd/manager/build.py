@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,7 +112,14 @@ class Builder:
             graph.close()
             slots.close()
             raise
-        return Build(graph, proofs, phases, slots)
+        return Build(graph, _worst(proofs, slots.proofs), phases, slots)
+
+
+def _worst(proofs: Iterable[Proof], others: Iterable[Proof]) -> list[Proof]:
+    """A mode is as noisy as on the noisier of its engines."""
+    by_mode = {proof.mode: proof for proof in others}
+    pairs = ((proof, by_mode.get(proof.mode, proof)) for proof in proofs)
+    return [max(pair, key=lambda proof: proof.divergence.mean_kl) for pair in pairs]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from dskd.engine.step_times import StepTimes
 from dskd.errors import EXPECTED_ERRORS
 from dskd.manager.generation import Generation
 from dskd.manager.measuring import InTurn, measure_paged, measure_slots
-from dskd.manager.proof import Answers, Prover
+from dskd.manager.proof import Answers, Proof, Prover
 from dskd.manager.timings_file import TimingsFile, timings_file
 from dskquant.engines.protocol import CompileOptions, Engine, Graph, SlotCache, SlotEngine, SlotGraph
 from dskquant.modes import PrecisionMode
@@ -36,6 +36,7 @@ class SlotBuild:
     """A graph of the second engine, or why there is none."""
 
     graph: SlotGraph | None = None
+    proofs: tuple[Proof, ...] = ()
     reason: str = ""
 
     @property
@@ -91,7 +92,7 @@ class SecondBuilder:
         except EXPECTED_ERRORS as error:
             return self._refused(modes, error)
         try:
-            self._prove(graph, engine_thread, check)
+            proofs = self._prove(graph, engine_thread, check)
             if self.use is EngineUse.AUTO:
                 self._measure(graph, beside, in_turn)
             graph.bind(self.cache)
@@ -100,7 +101,7 @@ class SecondBuilder:
             if isinstance(error, EXPECTED_ERRORS):
                 return self._refused(modes, error)
             raise
-        return SlotBuild(graph)
+        return SlotBuild(graph, proofs)
 
     def save_times(self) -> None:
         """Keeps what is known of step times over a restart."""
@@ -111,13 +112,14 @@ class SecondBuilder:
         graph: SlotGraph,
         engine_thread: Callable[[Callable[[], Answers]], Answers],
         check: Callable[[], None],
-    ) -> None:
+    ) -> tuple[Proof, ...]:
         check()
         answers = engine_thread(lambda: self.prover.ask_in_slots(graph))
         check()
-        for proof in self.prover.judge(answers):
-            figures = proof.divergence
-            log.info("proven", engine=self.engine.name, mode=proof.mode.value, mean_kl=figures.mean_kl)
+        proofs = self.prover.judge(answers)
+        for proof in proofs:
+            log.info("proven", engine=self.engine.name, mode=proof.mode.value, mean_kl=proof.divergence.mean_kl)
+        return tuple(proofs)
 
     def _measure(self, graph: SlotGraph, beside: Graph, in_turn: InTurn) -> None:
         """Finds out how long steps of both take, in modes of which it is not known."""
