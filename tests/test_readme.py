@@ -84,7 +84,7 @@ def problems_of(toml: str) -> tuple[str, ...]:
 def test_the_configuration_examples_are_valid_but_for_their_files() -> None:
     examples = re.findall(r"^```toml\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     problems = [problem for example in examples for problem in problems_of(example)]
-    assert len(examples) == 3
+    assert len(examples) == 4
     assert all("no file" in problem for problem in problems), problems
 
 
