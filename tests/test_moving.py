@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.fake_host import asynchronous
 from tests.golden_models import GOLDEN, PROMPT
 
 from dskd.config import EngineUse, ModelConfig, ProofConfig, SchedulerConfig
+from dskd.engine.batching import build_batch, build_slot_batch
 from dskd.engine.engine_choice import Situation
 from dskd.engine.request import GenerationRequest, InFlight, MadeToken, StepOutput
+from dskd.engine.sequence import Chunk
+from dskd.engine.sequence import Sequence as EngineSequence
 from dskd.engine.slot_decoder import SecondEngine
+from dskd.engine.slots import SlotTable
 from dskd.engine.step_loop import StepLoop
 from dskd.engine.step_times import StepTimes
 from dskd.manager.events import EventBus
@@ -24,8 +29,9 @@ from dskd.manager.types import Change
 from dskd.monitor.config import MonitorConfig
 from dskd.units import ByteSize
 from dskquant.convert import ConvertOptions, convert
+from dskquant.divergence import Divergence
 from dskquant.engines import load_engine, load_slot_engine
-from dskquant.engines.protocol import CompileOptions
+from dskquant.engines.protocol import CompileOptions, Logits
 from dskquant.modes import PrecisionMode
 from dskquant.scheme import LayerRule, Scheme
 
@@ -107,6 +113,43 @@ def test_streams_that_move_together_each_give_their_own_text(store: Path) -> Non
         [token.id for token in made] for made in answers(store, INT4, None, streams=3)
     ]
     assert len({tuple(token.id for token in made) for made in together}) == 3
+
+
+def logits_along(store: Path, tokens: Sequence[int], prompt: int, kv_precision: str, moves: bool) -> Logits:
+    """FP32 logits [n, vocabulary] after each of `tokens` but the prompt's; `moves`: to and fro every few tokens."""
+    options = CompileOptions(kv_precision=kv_precision)
+    graph = load_engine(OPENVINO).compile(store, {FP32}, options)
+    slot_engine = load_slot_engine(ONNXRUNTIME)
+    slot_graph = slot_engine.compile(store, {FP32}, options)
+    cache, slots = graph.allocate_cache(8), slot_engine.allocate_cache(store, 2, 256 << 20)
+    graph.bind(cache)
+    slot_graph.bind(slots)
+    table, sequence = SlotTable(slots, cache), EngineSequence(GenerationRequest("a", tuple(tokens[:prompt]), 1), FP32)
+    sequence.blocks = np.arange(8, dtype=np.int32)
+    graph.run(build_batch([Chunk(sequence, prompt)], cache.block_size))
+    sequence.num_cached = prompt
+    found = []
+    for step, token in enumerate(tokens[prompt:]):
+        sequence.tokens.append(token)
+        if moves and step // EVERY % 2:
+            first = table.gather([sequence])
+            logits = slot_graph.run(build_slot_batch([Chunk(sequence, 1)], [table.slot_of(sequence)], first))
+            table.note_run([sequence])
+        else:
+            table.update_blocks(sequence)
+            logits = graph.run(build_batch([Chunk(sequence, 1)], cache.block_size))
+        sequence.num_cached += 1
+        found.append(logits[0].copy())
+    graph.close()
+    slot_graph.close()
+    return np.array(found)
+
+
+def test_a_stream_that_moves_loses_no_more_than_one_that_stays_in_8_bit_pages(store: Path) -> None:
+    tokens = (PROMPT * 4)[:120]
+    exact = logits_along(store, tokens, 40, "f32", moves=False)
+    never, moved = (logits_along(store, tokens, 40, "u8", moves) for moves in (False, True))
+    assert 0 < Divergence.between(exact, moved).mean_kl <= 1.5 * Divergence.between(exact, never).mean_kl
 
 
 @asynccontextmanager

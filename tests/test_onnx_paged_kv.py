@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import openvino as ov
 import pytest
 from golden_models import GOLDEN, PROMPT, golden_logits
 from hypothesis import given, settings
@@ -16,9 +17,10 @@ from dskquant.engines import load_engine
 from dskquant.engines.onnxruntime import ONNXRuntimeEngine
 from dskquant.engines.onnxruntime.graph import ONNXRuntimeGraph
 from dskquant.engines.onnxruntime.paged_kv import read_pages, write_pages
-from dskquant.engines.onnxruntime.slots import SlotCache
+from dskquant.engines.onnxruntime.slots import SlotCache, SlotLayout, longest_slot
 from dskquant.engines.openvino.graph import OpenVINOCache
 from dskquant.engines.protocol import CompileOptions, Graph, SlotBatch, StepBatch
+from dskquant.errors import EngineError
 from dskquant.modes import PrecisionMode
 from dskquant.scheme import Scheme
 
@@ -121,6 +123,21 @@ def test_8_bit_pages_of_the_engine_are_read_to_half_a_step(store: Path) -> None:
         read_pages(found, BLOCKS, MOVED, read)
         step = np.ptp(exact[1, :, :MOVED]) / 255
         assert np.abs(read[:, :MOVED] - exact[1, :, :MOVED]).max() <= 0.51 * step
+
+
+def test_slots_are_as_long_as_memory_allows_and_the_context_at_most(store: Path) -> None:
+    engine, layout = ONNXRuntimeEngine(), SlotLayout(2, 2, 16, 128)
+    assert engine.allocate_cache(store, 4, 1 << 30).longest == layout.context_length
+    wide = SlotLayout(num_layers=16, kv_heads=8, head_dim=128, context_length=4096)
+    assert longest_slot(wide, 8, 1 << 30) == 1024  # 16 layers * 2 * 8 heads * 128 * 4 bytes are 2**17 a token
+    with pytest.raises(EngineError, match="8 KV slots need 256 MiB at least; 128 MiB are allowed"):
+        longest_slot(wide, 8, 128 << 20)
+
+
+def test_pages_of_a_type_that_numpy_lacks_are_not_taken_for_another_one() -> None:
+    cache = OpenVINOCache({"key_cache.0": (ov.Type.bf16, [2, 32, 16]), "value_cache.0": (ov.Type.bf16, [2, 32, 16])}, 1)
+    with pytest.raises(EngineError, match="bf16"):
+        _ = cache.key_pages
 
 
 SHAPES = {

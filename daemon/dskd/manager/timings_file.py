@@ -72,11 +72,11 @@ def timings_file(model_state: Path, config: ModelConfig, engines: Iterable[str])
 
 
 def fingerprint(engines: Iterable[str], config: ModelConfig, root: Path = memory.ROOT) -> str:
-    """What step times of a model depend on: the machine, the engines, and how graphs are compiled."""
+    """What step times depend on: the machine, the model, the engines, and how graphs are compiled."""
     threads = config.threads or len(os.sched_getaffinity(0))
     compiled = asdict(config.options) | {"weights": config.weights.value, "threads": threads}
     versions = {name: _version(name) for name in engines}
-    return json.dumps({"cpu": _cpu_model(root)} | versions | compiled, sort_keys=True)
+    return json.dumps({"cpu": _cpu_model(root), "model": str(config.path)} | versions | compiled, sort_keys=True)
 
 
 def _cpu_model(root: Path) -> str:
