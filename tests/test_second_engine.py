@@ -29,7 +29,7 @@ from dskd.manager.events import EventBus
 from dskd.manager.generation import Generation
 from dskd.manager.history import History
 from dskd.manager.manager import QuantizerManager
-from dskd.manager.measuring import ROWS, measure_slots
+from dskd.manager.measuring import ROWS, STEPS, measure_slots
 from dskd.manager.proof import Prover
 from dskd.manager.second_engine import SLOTS, prepare
 from dskd.manager.timings_file import TimingsFile, fingerprint, timings_file
@@ -54,12 +54,14 @@ class ToySlotGraph(FakeSlotGraph):
     def __init__(self, modes: Collection[PrecisionMode]) -> None:
         super().__init__(modes)
         self.closed = threading.Event()
+        self.threads: list[str] = []  # of each run
 
     def close(self) -> None:
         super().close()
         self.closed.set()
 
     def run(self, batch: SlotBatch) -> Logits:
+        self.threads.append(threading.current_thread().name)
         return super().run(batch) * self.sharpness
 
 
@@ -295,6 +297,18 @@ async def test_times_are_measured_once_for_auto(store: Path) -> None:
     async with serving(store, EngineUse.AUTO) as bench:
         assert bench.second.step_seconds == measured
         assert len(bench.slot_engine.graphs[0].batches) < batches
+
+
+@asynchronous
+async def test_beside_a_loop_a_proof_waits_for_idle_cores_and_steps_are_timed_by_the_loop(store: Path) -> None:
+    """Times of an idle thread would be those of the load at that moment."""
+    async with serving(store, EngineUse.AUTO) as bench:
+        await bench.answer(precision=FP32)
+        (graph,) = (graph for graph in bench.slot_engine.graphs if FP32 in graph.modes)
+        proof, *steps = graph.threads
+        assert proof.startswith("when-idle")
+        assert len(steps) >= len(ROWS) * STEPS
+        assert set(steps) == {"step-loop-m"}
 
 
 @asynchronous
