@@ -28,6 +28,9 @@ from dskquant.modes import PrecisionMode
 SLOTS = 8
 """Streams that may decode in slots at once; with more, the paged engine is faster wherever it was measured."""
 
+EngineThread = Callable[[Callable[[], Answers]], Answers]
+"""Has a graph asked where that disturbs nobody."""
+
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 
 
@@ -72,7 +75,7 @@ class SecondBuilder:
         self,
         generation: Generation,
         beside: Graph,
-        engine_thread: Callable[[Callable[[], Answers]], Answers],
+        engine_thread: EngineThread,
         in_turn: InTurn,
         check: Callable[[], None],
     ) -> SlotBuild:
@@ -107,12 +110,7 @@ class SecondBuilder:
         """Keeps what is known of step times over a restart."""
         self.file.write(self.times.known)
 
-    def _prove(
-        self,
-        graph: SlotGraph,
-        engine_thread: Callable[[Callable[[], Answers]], Answers],
-        check: Callable[[], None],
-    ) -> tuple[Proof, ...]:
+    def _prove(self, graph: SlotGraph, engine_thread: EngineThread, check: Callable[[], None]) -> tuple[Proof, ...]:
         check()
         answers = engine_thread(lambda: self.prover.ask_in_slots(graph))
         check()
