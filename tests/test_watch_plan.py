@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dskd.engine.request import InFlight
 from dskd.manager.types import Change, SetReference
-from dskd.quant_config import ParamsConfig, QuantConfig
+from dskd.quant_config import ParamsConfig, QuantConfig, difference
 from dskd.watch.drop_ins import DropIns, names_of
 from dskd.watch.plan import Attempt, ModelPlan, ModelView, UnknownModel
 from dskd.watch.settling import Settling
@@ -288,6 +288,34 @@ def test_another_way_to_treat_open_requests_is_no_change_by_itself() -> None:
     plan = aiming(QuantConfig("m", INT8, InFlight.FINISH), applied=PLAIN)
     assert plan.next_step(SERVING) is None
     assert plan.applied == QuantConfig("m", INT8, InFlight.FINISH)
+
+
+CONFIGS = st.builds(
+    QuantConfig,
+    st.just("m"),
+    precision=st.sampled_from([None, INT8]),
+    params=st.sampled_from([None, SET_A.params, SET_B.params]),
+    layers=st.sampled_from([(), (RULE,)]),
+    monitor=st.sampled_from([{}, {"share": 1.0}]),
+)
+
+
+@given(CONFIGS, CONFIGS, CONFIGS)
+def test_whichever_attempt_comes_in_first_the_newest_sets_all_that_it_changed(
+    before: QuantConfig, first: QuantConfig, newest: QuantConfig
+) -> None:
+    """Whatever the model serves with when the change is made, it serves with `newest` and nothing else after it."""
+    assume(before != first != newest)
+    plan = aiming(first, applied=before)
+    started(plan)
+    plan.aim(newest)
+    change = started(plan).change
+    for serves in (before, first):
+        needed = difference(serves, newest, INT4)
+        assert change.mode == (needed.mode or change.mode)
+        assert change.parameters == (needed.parameters or change.parameters)
+        assert needed.layers in (None, change.layers)
+        assert needed.monitor in (None, change.monitor)
 
 
 @given(st.lists(st.tuples(st.sampled_from([None, PLAIN, SET_A, SET_B]), st.booleans()), min_size=1, max_size=8))

@@ -135,6 +135,7 @@ class ModelPlan:
                 mode=covering.mode or other.mode,
                 parameters=covering.parameters or other.parameters,
                 layers=other.layers if covering.layers is None else covering.layers,
+                monitor=other.monitor if covering.monitor is None else covering.monitor,
             )
         return covering
 
