@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli
@@ -14,9 +17,18 @@ from hypothesis import strategies as st
 
 from dskd import config as config_module
 from dskd.address import Address
-from dskd.config import Config, MetricsConfig, ModelConfig, ProofConfig, WatchConfig, build_config, load_config
+from dskd.config import (
+    Config,
+    MetricsConfig,
+    ModelConfig,
+    ProofConfig,
+    SocketMode,
+    WatchConfig,
+    build_config,
+    load_config,
+)
 from dskd.monitor.config import MonitorConfig
-from dskd.typed_toml import ConfigError
+from dskd.typed_toml import Between, ConfigError
 from dskd.units import ByteSize, format_bytes
 from dskquant.modes import PrecisionMode
 
@@ -68,6 +80,28 @@ def test_the_example_shows_every_key_with_its_default(monkeypatch: pytest.Monkey
     assert set(table["monitor"]) | tables == {item.name for item in dataclasses.fields(MonitorConfig)}
     assert set(table["models"]["smollm2"]) | {"monitor"} == {item.name for item in dataclasses.fields(ModelConfig)}
     assert set(table["models"]["smollm2"]["proof"]) == {item.name for item in dataclasses.fields(ProofConfig)}
+
+
+def numbers_in(section: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key that takes a number, with its type."""
+    for name, hint in typing.get_type_hints(section, include_extras=True).items():
+        options = [hint, *typing.get_args(hint)] if typing.get_origin(hint) is not typing.Annotated else [hint]
+        for option in options:
+            kind = typing.get_args(option)[0] if typing.get_origin(option) is typing.Annotated else option
+            if dataclasses.is_dataclass(kind) and kind is not Address:
+                yield from numbers_in(kind, f"{where}.{name}")
+            elif isinstance(kind, type) and issubclass(kind, (int, float)) and kind not in (bool, SocketMode):
+                yield f"{where}.{name}", option
+
+
+def test_every_number_has_an_upper_bound() -> None:
+    """What is beyond the numbers of the machine would be accepted and then fail wherever it is used."""
+    numbers = dict(numbers_in(Config))
+    assert len(numbers) > 30
+    unbounded = [
+        key for key, hint in numbers.items() if not math.isfinite(getattr(hint, "__metadata__", (Between(0),))[0].high)
+    ]
+    assert unbounded == []
 
 
 def test_the_tls_section_of_the_example_is_whole() -> None:
@@ -132,7 +166,7 @@ def test_all_problems_of_a_file_are_told_together() -> None:
         ),
         "models.a.path: is missing",
         'scheduler.max_sequences = "many": allowed: a whole number',
-        "server.grace_s = -1: allowed: at least 0",
+        "server.grace_s = -1: allowed: 0 to 31622400.0",
         "server.lisen: unknown key; did you mean 'listen'?",
     ]
 
@@ -143,18 +177,18 @@ def test_all_problems_of_a_file_are_told_together() -> None:
         ("servr = {}", "servr: unknown key; did you mean 'server'?"),
         ("q = {}", "q: unknown key; known: log, "),
         ("watch.directry = 'x'", "watch.directry: unknown key; did you mean 'directory'?"),
-        ("watch.settle_s = -1", "watch.settle_s = -1: allowed: at least 0"),
-        ("watch.rescan_s = 0", "watch.rescan_s = 0: allowed: at least 0.1"),
+        ("watch.settle_s = -1", "watch.settle_s = -1: allowed: 0 to 31622400.0"),
+        ("watch.rescan_s = 0", "watch.rescan_s = 0: allowed: 0.1 to 31622400.0"),
         ("watch.polling = 1", "watch.polling = 1: allowed: true or false"),
         ("models.a = {path = 'x', swap = 'fast'}", 'models.a.swap = "fast": allowed: "availability", "resource"'),
-        ("models.a = {path = 'x', keep_generations = 1}", "models.a.keep_generations = 1: allowed: at least 2"),
-        ("models.a = {path = 'x', keep_previous_s = -1}", "models.a.keep_previous_s = -1: allowed: at least 0"),
+        ("models.a = {path = 'x', keep_generations = 1}", "models.a.keep_generations = 1: allowed: 2 to 1000"),
+        ("models.a = {path = 'x', keep_previous_s = -1}", "models.a.keep_previous_s = -1: allowed: 0 to 31622400.0"),
         ("server = 3", "server = 3: allowed: a table"),
         ("server.listen = 'unix:///x'", 'server.listen = "unix:///x": allowed: a list'),
         ("server.listen = []", "server.listen: at least one address is needed"),
         ("server.insecure = 1", "server.insecure = 1: allowed: true or false"),
         ("scheduler.max_waiting = true", "scheduler.max_waiting = true: allowed: a whole number"),
-        ("scheduler.max_batch_tokens = 0", "scheduler.max_batch_tokens = 0: allowed: at least 1"),
+        ("scheduler.max_batch_tokens = 0", "scheduler.max_batch_tokens = 0: allowed: 1 to 65536"),
         ("log.level = 'loud'", 'log.level = "loud": allowed: "debug", "info", "warning", "error"'),
         ("server.max_message_bytes = '4GiB'", 'server.max_message_bytes = "4GiB": allowed: 1 to 2147483647'),
         ("models.a = {path = 'x', resident = ['int8', 4]}", "models.a.resident[1] = 4: allowed: "),
@@ -181,11 +215,11 @@ def test_all_problems_of_a_file_are_told_together() -> None:
         ("server.socket_mode = '0990'", 'server.socket_mode = "0990": allowed: a string of octal digits'),
         ("server.tls = {key = '/dev/null'}", "server.tls.certificate: is missing"),
         ("metrics.listen = 'unix:/run/m.sock'", "metrics.listen: unix:///run/m.sock is no TCP address"),
-        ("monitor.threshold.int4 = 0", "monitor.threshold.int4 = 0: allowed: at least 1e-06"),
+        ("monitor.threshold.int4 = 0", "monitor.threshold.int4 = 0: allowed: 1e-06 to 1000000.0"),
         ("monitor.dwell_s = 1000", "monitor.max_dwell_s: 900.0 must not be below dwell_s, 1000.0"),
         ("monitor.load = {mode = 'fp32', queue = 1, max_kl = 1}", "monitor.load.mode: fp32 is not a faster mode"),
         ("models.a = {path = 'x', monitor = {share = 2}}", "models.a.monitor.share = 2: allowed: 0 to 1"),
-        ("server.grace_s = nan", "server.grace_s = nan: allowed: at least 0"),
+        ("server.grace_s = nan", "server.grace_s = nan: allowed: 0 to 31622400.0"),
     ],
 )
 def test_a_mistake_names_key_value_and_what_is_allowed(text: str, problem: str) -> None:

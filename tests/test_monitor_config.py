@@ -74,8 +74,9 @@ def test_an_empty_table_is_the_defaults() -> None:
     [
         ({"share": 1.5}, "monitor.share = 1.5: allowed: 0 to 1"),
         ({"target": "int4"}, 'monitor.target = "int4": allowed: "next", "int8", "fp16", "fp32"'),
-        ({"factor": 0.5}, "monitor.factor = 0.5: allowed: at least 1"),
-        ({"threshold": {"int4": 0}}, "monitor.threshold.int4 = 0: allowed: at least 1e-06"),
+        ({"factor": 0.5}, "monitor.factor = 0.5: allowed: 1 to 1000000.0"),
+        ({"threshold": {"int4": 0}}, "monitor.threshold.int4 = 0: allowed: 1e-06 to 1000000.0"),
+        ({"window": 2**63}, f"monitor.window = {2**63}: allowed: 40 to 100000"),
         ({"threshold": {"fp32": 0.1}}, "monitor.threshold.fp32: unknown key; known: fp16, int4, int8"),
         ({"dwell_s": 100, "max_dwell_s": 50}, "monitor.max_dwell_s: 50.0 must not be below dwell_s, 100.0"),
         ({"factor": 1.25}, "monitor.factor: must be above 1 / hysteresis, 1.25: expected noise would never be low"),

@@ -40,7 +40,7 @@ MONITOR = {
     "min_agreement": 0.0,
     "false_trip_samples": 1000.0,
 }
-ALL_PASS = {"max_kl": 1000.0, "min_agreement": 0.0, "max_worsening": 1e9}
+ALL_PASS = {"max_kl": 1000.0, "min_agreement": 0.0, "max_worsening": 1e6}
 
 
 @pytest.fixture(scope="module")

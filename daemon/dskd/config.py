@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import tomli
 
 from dskd.address import Address
-from dskd.monitor.config import MonitorConfig
+from dskd.monitor.config import LARGEST_FACTOR, LARGEST_KL, LONGEST_S, MOST_REQUESTS, MonitorConfig
 from dskd.typed_toml import Between, Builder, ConfigError, OneOf
 from dskd.units import ByteSize
 from dskquant.engines.protocol import CompileOptions, WeightLayout
@@ -28,6 +28,9 @@ OPEN_TO_ALL = (
 )
 MODELS = "models"
 """Directory in the state directory with one for each model."""
+
+MOST_BATCH_TOKENS = 1 << 16
+"""In one step."""
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -88,9 +91,9 @@ class ServerConfig:
     listen: tuple[Address, ...] = field(default_factory=lambda: (Address(path=default_socket()),))
     socket_mode: SocketMode = field(default=SocketMode(0o660))
     insecure: bool = False
-    grace_s: Annotated[float, Between(0)] = 30.0
+    grace_s: Annotated[float, Between(0, LONGEST_S)] = 30.0
     max_message_bytes: Annotated[ByteSize, Between(1, 2**31 - 1)] = field(default=ByteSize(16 << 20))
-    max_concurrent_requests: Annotated[int, Between(1)] = 1024
+    max_concurrent_requests: Annotated[int, Between(1, MOST_REQUESTS)] = 1024
     allow_load_from_path: bool = False
     state_dir: Path = field(default_factory=default_state_dir)
     tls: TlsConfig | None = None
@@ -111,9 +114,9 @@ class ServerConfig:
 class SchedulerConfig:
     """[scheduler]: how much one step does, and how many requests may be open or wait."""
 
-    max_batch_tokens: Annotated[int, Between(1)] = 512
-    max_sequences: Annotated[int, Between(1)] = 64
-    max_waiting: Annotated[int, Between(1)] = 256
+    max_batch_tokens: Annotated[int, Between(1, MOST_BATCH_TOKENS)] = 512
+    max_sequences: Annotated[int, Between(1, MOST_BATCH_TOKENS)] = 64
+    max_waiting: Annotated[int, Between(1, MOST_REQUESTS)] = 256
     prefix_cache: bool = True  # prompts that begin alike share the cache of what they have in common
 
     def problems(self) -> Problems:
@@ -129,10 +132,10 @@ class WatchConfig:
     """[watch]: the directory whose quant configs are applied."""
 
     directory: Path | None = None  # None: nothing is watched
-    settle_s: Annotated[float, Between(0)] = 0.5  # a file must have stayed the same this long
-    rescan_s: Annotated[float, Between(0.1)] = 30.0  # at least this often, whatever events tell
+    settle_s: Annotated[float, Between(0, LONGEST_S)] = 0.5  # a file must have stayed the same this long
+    rescan_s: Annotated[float, Between(0.1, LONGEST_S)] = 30.0  # at least this often, whatever events tell
     polling: bool = False  # look every `poll_s` seconds instead of waiting for the kernel's events
-    poll_s: Annotated[float, Between(0.05)] = 2.0
+    poll_s: Annotated[float, Between(0.05, LONGEST_S)] = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +164,9 @@ class ProofConfig:
     The defaults let honest 4-bit noise pass (0.4 nats for a small model) and stop broken weights (several nats).
     """
 
-    max_kl: Annotated[float, Between(0)] = 2.0  # mean KL(reference || mode), nats per token
+    max_kl: Annotated[float, Between(0, LARGEST_KL)] = 2.0  # mean KL(reference || mode), nats per token
     min_agreement: Annotated[float, Between(0, 1)] = 0.3  # share of tokens with the same most probable one
-    max_worsening: Annotated[float, Between(1)] = 4.0  # mean KL of a new parameter set, times that of the serving one
+    max_worsening: Annotated[float, Between(1, LARGEST_FACTOR)] = 4.0  # mean KL of a new set, times that of the serving one
 
 
 class EngineUse(enum.Enum):
@@ -190,16 +193,18 @@ class ModelConfig:
     resident: tuple[PrecisionMode, ...] = (PrecisionMode.INT4, PrecisionMode.INT8)
     default_mode: PrecisionMode = PrecisionMode.INT4
     load: bool = True  # at start
-    threads: Annotated[int, Between(0)] = 0  # 0: all cores
+    threads: Annotated[int, Between(0, 4096)] = 0  # 0: all cores
     kv_precision: Annotated[str, OneOf(("u8", "f16", "bf16", "f32"))] = "u8"
     kv_cache_bytes: ByteSize = field(default=ByteSize(2 << 30))
     slot_bytes: ByteSize = field(default=ByteSize(1 << 30))  # keys and values of what ONNX Runtime decodes
+
+    kv_cache_bytes: Annotated[ByteSize, Between(1, 1 << 50)] = field(default=ByteSize(2 << 30))
     weights: WeightLayout = WeightLayout.SHARED
-    activation_group: Annotated[int, Between(0)] = 128  # 0: float activations
-    on_demand_ttl_s: Annotated[float, Between(0)] = 60.0
+    activation_group: Annotated[int, Between(0, 1 << 16)] = 128  # 0: float activations
+    on_demand_ttl_s: Annotated[float, Between(0, LONGEST_S)] = 60.0
     swap: SwapPolicy = SwapPolicy.AVAILABILITY
-    keep_generations: Annotated[int, Between(2)] = 4  # that a rollback can return to, the serving one included
-    keep_previous_s: Annotated[float, Between(0)] = 0.0  # the graphs of the one before stay in memory this long
+    keep_generations: Annotated[int, Between(2, 1000)] = 4  # that a rollback can return to, the serving one included
+    keep_previous_s: Annotated[float, Between(0, LONGEST_S)] = 0.0  # the graphs of the one before stay in memory this long
     proof: ProofConfig = ProofConfig()
     monitor: MonitorConfig | None = None  # None: [monitor]
 

@@ -16,7 +16,17 @@ NEXT = "next"
 SMALLEST_KL = 1e-6
 """Nats; below it the rounding of float32 logits is louder than any quantization."""
 
-KlLimit = Annotated[float, Between(SMALLEST_KL)]
+LARGEST_KL = 1e6
+"""Nats; above what any two finite distributions of float32 logits have: a limit that is never reached."""
+
+LARGEST_FACTOR = 1e6
+LONGEST_S = 366 * 86400.0
+"""A year: nothing that a daemon waits for or remembers takes longer."""
+
+MOST_REQUESTS = 1_000_000
+"""That can be open or wait at once."""
+
+KlLimit = Annotated[float, Between(SMALLEST_KL, LARGEST_KL)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +45,7 @@ class ThresholdConfig:
 class LongContextConfig:
     """[monitor.long_context]: sequences of at least `tokens` tokens are served in at least `mode`."""
 
-    tokens: Annotated[int, Between(1)]
+    tokens: Annotated[int, Between(1, 1 << 31)]
     mode: PrecisionMode
 
 
@@ -44,9 +54,9 @@ class LoadConfig:
     """[monitor.load]: a lower mode while many requests wait, as long as its noise stays within a limit."""
 
     mode: PrecisionMode
-    queue: Annotated[int, Between(0)]  # more requests than this wait: `mode` may serve
+    queue: Annotated[int, Between(0, MOST_REQUESTS)]  # more requests than this wait: `mode` may serve
     max_kl: KlLimit  # mean KL of `mode`, nats per token, above which it may not
-    quiet_s: Annotated[float, Between(0)] = 30.0  # nobody has waited for this long: back up
+    quiet_s: Annotated[float, Between(0, LONGEST_S)] = 30.0  # nobody has waited for this long: back up
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +67,18 @@ class MonitorConfig:
     time_share: Annotated[float, Between(0, 1)] = 0.02  # of the loop's time that scoring may take
     reference: PrecisionMode | None = None  # None: the most exact resident mode
     own_context: bool = False  # the reference computes the whole sequence anew, instead of reading the served cache
-    window: Annotated[int, Between(40)] = 512  # samples of a mode that statistics are made of
-    window_s: Annotated[float, Between(1)] = 300.0  # none older than this
+    window: Annotated[int, Between(40, 100_000)] = 512  # samples of a mode that statistics are made of
+    window_s: Annotated[float, Between(1, LONGEST_S)] = 300.0  # none older than this
     scope: Scope = Scope.MODEL
     target: Annotated[str, OneOf((NEXT, *(mode.value for mode in LADDER[1:])))] = PrecisionMode.FP32.value
     repair: Repair = Repair.NONE
     threshold: ThresholdConfig = ThresholdConfig()
-    factor: Annotated[float, Between(1)] = 2.0  # times the expected KL, where no threshold is given
+    factor: Annotated[float, Between(1, LARGEST_FACTOR)] = 2.0  # times the expected KL, where no threshold is given
     min_agreement: Annotated[float, Between(0, 0.99)] = 0.5  # share of tokens with the reference's most probable one
-    false_trip_samples: Annotated[float, Between(10)] = 100_000.0  # mean between false trips of a model, at worst
+    false_trip_samples: Annotated[float, Between(10, 1e12)] = 100_000.0  # mean between false trips of a model, at worst
     hysteresis: Annotated[float, Between(0.1, 1)] = 0.8  # noise is gone below this share of the threshold
-    dwell_s: Annotated[float, Between(0.1)] = 30.0  # a fallback lasts at least this long
-    max_dwell_s: Annotated[float, Between(0.1)] = 900.0  # it doubles up to this while trials fail
+    dwell_s: Annotated[float, Between(0.1, LONGEST_S)] = 30.0  # a fallback lasts at least this long
+    max_dwell_s: Annotated[float, Between(0.1, LONGEST_S)] = 900.0  # it doubles up to this while trials fail
     prefill: PrecisionMode | None = None  # mode of prompts; None: that of the answer
     long_context: LongContextConfig | None = None
     load: LoadConfig | None = None
