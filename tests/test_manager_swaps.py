@@ -596,6 +596,21 @@ async def test_in_place_the_old_graphs_go_first_and_open_requests_wait(store: Pa
 
 
 @asynchronous
+async def test_in_place_new_requests_wait_for_what_comes_out_and_nothing_old_is_built(store: Path) -> None:
+    """And the monitor, which then has nothing to measure with, says nothing."""
+    async with serving(store, swap=SwapPolicy.RESOURCE, monitor=MonitorConfig()) as bench:
+        bench.engine.gate.clear()
+        swap = asyncio.create_task(bench.apply(2))
+        await bench.until("mode.preparing", generation=2)
+        answers = [asyncio.create_task(bench.generations_of_an_answer()) for _ in range(3)]
+        await bench.manager._monitor.decide()
+        bench.engine.gate.set()
+        await swap
+        assert await asyncio.gather(*answers) == [{2}] * 3
+        assert sum(graph.modes <= QUANTIZED for graph in bench.engine.graphs) == 2
+
+
+@asynchronous
 async def test_in_place_a_refused_set_brings_the_old_graphs_back(store: Path) -> None:
     async with serving(store, swap=SwapPolicy.RESOURCE) as bench:
         async with aclosing(bench.manager.generate(GenerationRequest("open", PROMPT, LONG))) as outputs:

@@ -290,6 +290,7 @@ class QuantizerManager:
                 self._monitor.forget(request.request_id)
 
     async def _submit(self, request: GenerationRequest) -> None:
+        await self._transitions.settled()
         self._transitions.require_open()
         now = self._transitions.serving
         mode = request.precision or now.mode

@@ -53,6 +53,7 @@ class ManagedModel:
 
     async def make_ready(self, mode: PrecisionMode) -> None:
         self._residency.want(mode)
+        await self._transitions.settled()
         await self._residency.ensure(self._transitions.serving.generation, mode)
 
     def let_go(self, mode: PrecisionMode) -> None:

@@ -110,6 +110,8 @@ class Transitions:
         self._reader = ThreadPoolExecutor(1, f"read-{model}", lower_priority)
         self._writer = ThreadPoolExecutor(1, f"commit-{model}")  # a commit waits for nobody else's work
         self._commit_lock = asyncio.Lock()
+        self._not_in_place = asyncio.Event()  # no swap in place is under way
+        self._not_in_place.set()
         self._last_mode_ticket = 0
         self._committed_mode_ticket = 0
         self._newest_swap: Plan | None = None  # not committed yet
@@ -134,6 +136,10 @@ class Transitions:
         """Raises UnavailableError when the model is being unloaded."""
         if self._is_closed:
             raise UnavailableError("the model is being unloaded")
+
+    async def settled(self) -> None:
+        """Waits while the old graphs make room for new ones: what is built meanwhile would take that room."""
+        await self._not_in_place.wait()
 
     # Asked for
 
@@ -283,6 +289,7 @@ class Transitions:
 
     async def _change_beside(self, plan: Plan) -> ChangeReport:
         """Builds what is needed while the old serves on."""
+        await self.settled()
         target, modes = plan.target or self.serving.generation, self._needed(plan)
         with self._residency.holding(target, modes):
             for mode in modes:
@@ -301,6 +308,7 @@ class Transitions:
             old = self.serving.generation
             evicted = self._residency.modes_in_memory(old) & QUANTIZED
             self._require_room(plan, evicted)
+            self._not_in_place.clear()
             try:
                 await self._residency.evict(old, evicted)
                 for mode in self._needed(plan):
@@ -311,6 +319,7 @@ class Transitions:
                 raise
             finally:
                 await asyncio.wrap_future(self._loop.resume())
+                self._not_in_place.set()
 
     def _require_room(self, plan: Plan, evicted: frozenset[PrecisionMode]) -> None:
         old = self.serving.generation

@@ -60,6 +60,8 @@ def serving_modes(served: Served, config: MonitorConfig) -> tuple[PrecisionMode,
 
 def reference_of(served: Served, config: MonitorConfig) -> PrecisionMode | None:
     """The mode that scores: that of the configuration, or the most exact one in memory; None: nothing is below it."""
+    if not served.resident:  # the graphs make room for others
+        return None
     given = config.reference
     if given in served.resident and given is not None and is_above(given, served.mode):
         reference = given
