@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -213,3 +214,22 @@ def test_the_doctor_exits_with_1_when_something_failed(store: Path, capsys: pyte
     assert main(["doctor", "--json", "--config", str(config)]) == 1
     findings = json.loads(capsys.readouterr().out)
     assert [found["subject"] for found in findings if found["level"] == "failed"] == ["models.m"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_start_in_order_and_a_hangup_does_not(number: signal.Signals) -> None:
+    """While the daemon is still being imported: nothing listens to signals then but what comes first."""
+    script = (
+        "import os, signal, sys, types\n"
+        "from dskd import __main__\n"
+        "def run():\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    print('went on', flush=True)\n"
+        f"    os.kill(os.getpid(), {number.value})\n"
+        "    return 9\n"
+        "sys.modules['dskd.cli'] = types.SimpleNamespace(main=run)\n"
+        "sys.argv = ['dskd', 'serve']\n"
+        "sys.exit(__main__.main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "went on\n")

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
@@ -497,6 +498,20 @@ def test_a_second_daemon_on_a_state_directory_is_refused(tmp_path: Path) -> None
     state_lock.hold(tmp_path / "state")
     with pytest.raises(StartupError, match=r"another dskd uses \[server\] state_dir /.*; give each its own"):
         state_lock.hold(tmp_path / "state")
+
+
+def test_a_state_directory_that_was_removed_or_replaced_is_refused(tmp_path: Path) -> None:
+    """A second daemon may hold what is there now."""
+    state_dir = tmp_path / "state"
+    lock = state_lock.hold(state_dir)
+    lock.require()
+    shutil.rmtree(state_dir)
+    with pytest.raises(FileNotFoundError, match="was removed or replaced"):
+        lock.require()
+    other = state_lock.hold(state_dir)
+    other.require()
+    with pytest.raises(FileNotFoundError, match="was removed or replaced"):
+        lock.require()
 
 
 def test_a_state_directory_that_cannot_be_used_is_told_and_stops_nothing(tmp_path: Path) -> None:

@@ -580,6 +580,22 @@ async def test_what_a_config_says_of_the_monitor_stays_until_it_is_taken_back(st
         assert await bench.threshold() is None
 
 
+@asynchronous
+async def test_what_could_not_be_found_again_is_not_committed(store: Path) -> None:
+    """Somebody has removed the state directory, or another daemon has one in its place."""
+
+    def refuse() -> None:
+        raise FileNotFoundError("it is gone")
+
+    async with serving(store) as bench:
+        bench.manager._transitions._require_state_dir = refuse
+        with pytest.raises(FailedPreconditionError, match="cannot be made durable: it is gone") as caught:
+            await bench.apply(2)
+        assert caught.value.subject == "state_dir"
+        assert await bench.generations_of_an_answer() == {1}
+        assert not (state_dir(store) / "state.json").exists()
+
+
 # Where memory is for one generation only
 
 

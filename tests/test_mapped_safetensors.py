@@ -98,6 +98,13 @@ def test_a_header_larger_than_the_file_is_not_read(tmp_path: Path, size: int) ->
         MappedSafetensors(path)
 
 
+def test_bytes_after_the_last_tensor_are_refused(tmp_path: Path) -> None:
+    """A sparse tail of any length would be read to its end otherwise; the format forbids it, as its library does."""
+    path = write(tmp_path / "a.safetensors", {"x": entry()}, VALUES.tobytes() + b"..")
+    with pytest.raises(SourceError, match="2 bytes follow the last tensor"):
+        MappedSafetensors(path)
+
+
 def test_the_caller_says_which_error_it_is(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot be read"):
         MappedSafetensors(tmp_path / "none.safetensors", error=StoreError)

@@ -125,7 +125,10 @@ def test_every_example_is_a_config(path: Path) -> None:
         ('model = "m"\nmonitor = 3', "x.toml: monitor = 3: allowed: a table"),
         ('model = "m"\nmonitor.shar = 1', "x.toml: monitor.shar: unknown key; did you mean 'share'?"),
         ('model = "m"\nmonitor.scope = "all"', 'x.toml: monitor.scope = "all": allowed: "request", "model"'),
-        ('model = "m"\nmonitor.threshold.int4 = -1', "x.toml: monitor.threshold.int4 = -1: allowed: 1e-06 to 1000000.0"),
+        (
+            'model = "m"\nmonitor.threshold.int4 = -1',
+            "x.toml: monitor.threshold.int4 = -1: allowed: 1e-06 to 1000000.0",
+        ),
         ('model = "m"\nmonitor.threshold = 1', "x.toml: monitor.threshold = 1: allowed: a table"),
         ('model = "m"\nmonitor.load.max_kl = "x"', 'x.toml: monitor.load.max_kl = "x": allowed: a number'),
         (

@@ -225,6 +225,22 @@ def refusal(directory: Path, store: Path) -> ParameterSetError:
     return caught.value
 
 
+def test_a_validation_ends_when_it_is_told_to_while_it_reads(directory: Path, store: Path) -> None:
+    class OvertakenError(Exception):
+        pass
+
+    pieces: list[None] = []
+
+    def stop_at_the_second() -> None:
+        pieces.append(None)
+        if len(pieces) == 2:
+            raise OvertakenError
+
+    with pytest.raises(OvertakenError):
+        validate(parameter_set.read(directory), store, stop_at_the_second)
+    assert len(pieces) == 2
+
+
 def test_an_untouched_set_breaks_no_rule(directory: Path, store: Path) -> None:
     validate(parameter_set.read(directory), store)
 
@@ -316,8 +332,8 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_refused(
     """Its digest was still right. A map of it would end the process here."""
     digest = ParameterSet.verify
 
-    def verify_and_cut(parameters: ParameterSet) -> None:
-        digest(parameters)
+    def verify_and_cut(parameters: ParameterSet, before_piece: Callable[[], None]) -> None:
+        digest(parameters, before_piece)
         (directory / PLANES).write_bytes((directory / PLANES).read_bytes()[:20_000])
 
     monkeypatch.setattr(ParameterSet, "verify", verify_and_cut)

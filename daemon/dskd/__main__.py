@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 
 def main() -> int:
     """Runs the command; where the client alone is installed, says what is missing instead."""
+    if sys.argv[1:2] == ["serve"]:
+        _obey_signals_early()
     _open_missing_streams()
     try:
         from dskd.cli import main as run
@@ -17,6 +20,13 @@ def main() -> int:
         print(f"dskd: no module {error.name!r}; {hint}", file=sys.stderr)
         return 1
     return run()
+
+
+def _obey_signals_early() -> None:
+    """Until the daemon itself listens to them: there is nothing to read anew yet, and nothing to end in order."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))
 
 
 def _open_missing_streams() -> None:

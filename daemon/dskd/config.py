@@ -166,7 +166,9 @@ class ProofConfig:
 
     max_kl: Annotated[float, Between(0, LARGEST_KL)] = 2.0  # mean KL(reference || mode), nats per token
     min_agreement: Annotated[float, Between(0, 1)] = 0.3  # share of tokens with the same most probable one
-    max_worsening: Annotated[float, Between(1, LARGEST_FACTOR)] = 4.0  # mean KL of a new set, times that of the serving one
+    max_worsening: Annotated[float, Between(1, LARGEST_FACTOR)] = (
+        4.0  # mean KL of a new set, times that of the serving one
+    )
 
 
 class EngineUse(enum.Enum):
@@ -204,7 +206,9 @@ class ModelConfig:
     on_demand_ttl_s: Annotated[float, Between(0, LONGEST_S)] = 60.0
     swap: SwapPolicy = SwapPolicy.AVAILABILITY
     keep_generations: Annotated[int, Between(2, 1000)] = 4  # that a rollback can return to, the serving one included
-    keep_previous_s: Annotated[float, Between(0, LONGEST_S)] = 0.0  # the graphs of the one before stay in memory this long
+    keep_previous_s: Annotated[float, Between(0, LONGEST_S)] = (
+        0.0  # the graphs of the one before stay in memory this long
+    )
     proof: ProofConfig = ProofConfig()
     monitor: MonitorConfig | None = None  # None: [monitor]
 

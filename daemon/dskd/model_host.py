@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from dskd import state_lock
 from dskd.config import Config, EngineUse, ModelConfig
@@ -26,10 +26,10 @@ def host_factory(config: Config, metrics: EventMetrics | None = None) -> HostFac
 
     Raises StartupError when another daemon holds it.
     """
-    state_lock.hold(config.server.state_dir)
+    lock = state_lock.hold(config.server.state_dir)
 
     def make_host(name: str, model: ModelConfig, events: EventBus, history: History) -> ModelHost:
-        return StoredModelHost(name, model, config, events, history, metrics)
+        return StoredModelHost(name, model, config, events, history, metrics, lock.require)
 
     return make_host
 
@@ -45,6 +45,7 @@ class StoredModelHost:
         events: EventBus,
         history: History,
         metrics: EventMetrics | None,
+        require_state_dir: Callable[[], None],
     ) -> None:
         self._store = model.path
         self._manager = QuantizerManager(
@@ -58,6 +59,7 @@ class StoredModelHost:
             config.monitor,
             metrics,
             None if model.engine is EngineUse.OPENVINO else load_slot_engine(EngineUse.ONNXRUNTIME.value),
+            require_state_dir,
         )
 
     async def load(self) -> None:

@@ -52,8 +52,8 @@ class MappedSafetensors:
     """One safetensors file, its whole header checked when it is opened.
 
     Raises `error` (SourceError unless told otherwise), naming file and tensor, for a header that is no JSON or too
-    large, an unknown dtype, a size that does not follow from shape and dtype, and data that overlap or end outside the
-    file.
+    large, an unknown dtype, a size that does not follow from shape and dtype, data that overlap or end outside the
+    file, and bytes after the last tensor.
     """
 
     def __init__(self, path: Path, error: type[QuantError] = SourceError) -> None:
@@ -63,6 +63,7 @@ class MappedSafetensors:
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self._entries = {name: self._entry(name, raw, data_bytes) for name, raw in header.items()}
         self._refuse_overlaps()
+        self._refuse_rest(data_bytes)
         try:
             self._map = _map_read_only(path)
         except ValueError as error:  # it was emptied after its header was read
@@ -147,6 +148,11 @@ class MappedSafetensors:
                 raise self._refusal(f"tensors {before} and {name} overlap")
             if entry.end > entry.begin:
                 free_from, before = entry.end, name
+
+    def _refuse_rest(self, data_bytes: int) -> None:
+        end = max((entry.end for entry in self._entries.values()), default=0)
+        if end < data_bytes:
+            raise self._refusal(f"{data_bytes - end} bytes follow the last tensor, which the format does not allow")
 
     def _refusal(self, message: str) -> QuantError:
         return self._error(f"{self._path}: {message}")

@@ -88,12 +88,15 @@ class ParameterSet:
         """Opens the files of the set. Raises ParameterSetError for the first that is missing or damaged."""
         return MatrixReader(self.directory, {name: self._mapped(name) for name in self.sha256})
 
-    def verify(self) -> None:
-        """Reads every file. Raises ParameterSetError for the first that is missing or not the one of the manifest."""
+    def verify(self, before_piece: Callable[[], None] = lambda: None) -> None:
+        """Reads every file. Raises ParameterSetError for the first that is missing or not the one of the manifest.
+
+        `before_piece` is called again and again meanwhile; what it raises ends it.
+        """
         for name, expected in self.sha256.items():
             path = self._present(name)
             try:
-                found = file_sha256(path)
+                found = file_sha256(path, before_piece)
             except OSError as error:
                 raise _unreadable(path, error) from error
             if found != expected:

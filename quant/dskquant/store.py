@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -156,10 +157,11 @@ def verify(store: Path, manifest: StoreManifest) -> None:
             raise StoreError(f"{path}: damaged: its SHA-256 is not the one in {MANIFEST}")
 
 
-def file_sha256(path: Path) -> str:
-    """Hex SHA-256 of a file, read in pieces."""
+def file_sha256(path: Path, before_piece: Callable[[], None] = lambda: None) -> str:
+    """Hex SHA-256 of a file, read in pieces; what `before_piece` raises ends it."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
+            before_piece()
             digest.update(piece)
     return digest.hexdigest()

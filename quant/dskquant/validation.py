@@ -21,7 +21,7 @@ Each has a short, stable name, which the error carries:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,12 @@ from dskquant.set_layout import Plane, planes_of
 from dskquant.store import DEFAULT_PARAMETER_SET, StoreManifest
 
 
-def validate(parameters: ParameterSet, store: Path) -> None:
+def validate(parameters: ParameterSet, store: Path, before_piece: Callable[[], None] = lambda: None) -> None:
     """Raises ParameterSetError for the first rule that `parameters` break for the model in `store`.
 
     Reads the files tensor by tensor and maps none of what it reads, for others may write to them meanwhile. Raises
-    StoreError when the store, or its default set, cannot be read.
+    StoreError when the store, or its default set, cannot be read. `before_piece` is called before each piece of the
+    files and each tensor; what it raises ends the validation.
     """
     manifest = StoreManifest.read(store)
     if parameters.weights_sha256 != manifest.weights_sha256:
@@ -54,8 +55,8 @@ def validate(parameters: ParameterSet, store: Path) -> None:
     planes = _planes(parameters)
     matrices = parameters.matrices()
     _check_arrays(parameters, planes, matrices)
-    parameters.verify()
-    _check_values(parameters, planes, matrices)
+    parameters.verify(before_piece)
+    _check_values(parameters, planes, matrices, before_piece)
 
 
 def check_tensors(parameters: ParameterSet) -> None:
@@ -107,8 +108,14 @@ def _check_arrays(parameters: ParameterSet, planes: list[Plane], matrices: Matri
         seen.add(name)
 
 
-def _check_values(parameters: ParameterSet, planes: list[Plane], matrices: MatrixReader) -> None:
+def _check_values(
+    parameters: ParameterSet,
+    planes: list[Plane],
+    matrices: MatrixReader,
+    before_piece: Callable[[], None] = lambda: None,
+) -> None:
     for plane in planes:
+        before_piece()
         scales, zero_points = matrices.grid(plane)
         smallest = f"at least {SMALLEST_SCALE:.3g}, for engines may take smaller ones as zero"
         top = 2**plane.bits - 1

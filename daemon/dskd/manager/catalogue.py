@@ -53,11 +53,11 @@ class Catalogue:
         except SchemeError as error:
             raise FailedPreconditionError("layers", str(error)) from error
 
-    def find(self, reference: SetReference) -> ParameterSet:
+    def find(self, reference: SetReference, before_piece: Callable[[], None]) -> ParameterSet:
         """The set that `reference` names, every rule checked, where it lies.
 
         Raises StoreError (ParameterSetError names the rule that is broken), FailedPreconditionError when it is not the
-        one whose digest was given.
+        one whose digest was given. `before_piece` is called again and again meanwhile; what it raises ends it.
         """
         found = self.default if reference.path is None else parameter_set.read(reference.path)
         if reference.sha256 and found.hash != reference.sha256:
@@ -66,7 +66,7 @@ class Catalogue:
                 f"the manifest of {found.directory} has the SHA-256 {found.hash}, not {reference.sha256}",
             )
         if reference.path is not None:
-            validate(found, self._store)
+            validate(found, self._store, before_piece)
         return found
 
     def keep(self, found: ParameterSet, is_cancelled: Callable[[], bool]) -> ParameterSet:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,11 +79,14 @@ class QuantizerManager:
         monitor: MonitorConfig | None = None,
         metrics: EventMetrics | None = None,
         slot_engine: SlotEngine | None = None,
+        require_state_dir: Callable[[], None] = lambda: None,
     ) -> None:
         """`state_dir` is the model's own: its committed state and the parameter sets it may serve are kept there.
 
-        `slot_engine` decodes where the configuration says so; `engine` does all else.
+        `slot_engine` decodes where the configuration says so; `engine` does all else. `require_state_dir` raises an
+        OSError when nothing that is written there would be found again.
         """
+        self._require_state_dir = require_state_dir
         self._name = name
         self._config = config
         self._scheduler = scheduler
@@ -130,6 +133,7 @@ class QuantizerManager:
             last_number,
             self._follow,
             self._check_monitor,
+            self._require_state_dir,
         )
         target = ManagedModel(self._transitions, self._residency, self._loop, self._journal, prover.has_reference)
         self._monitored_by = self._monitor_config()

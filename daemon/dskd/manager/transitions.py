@@ -90,14 +90,17 @@ class Transitions:
         last_number: int,
         on_commit: Callable[[], None],
         check_monitor: Callable[[Mapping[str, Any]], None],
+        require_state_dir: Callable[[], None],
     ) -> None:
         """`on_commit` is called when `serving` has changed.
 
-        `check_monitor` raises FailedPreconditionError for a `[monitor]` table that does not fit the configuration.
+        `check_monitor` raises FailedPreconditionError for a `[monitor]` table that does not fit the configuration,
+        `require_state_dir` an OSError when the state directory is not ours any more.
         """
         self.serving = serving
         self._on_commit = on_commit
         self._check_monitor = check_monitor
+        self._require_state_dir = require_state_dir
         self._model = model
         self._config = config
         self._catalogue = catalogue
@@ -252,12 +255,13 @@ class Transitions:
             return self._catalogue.reopen(plan.returns_to)
         now, change = self.serving.generation, plan.change
         layers = now.layers if change.layers is None else change.layers
-        parameters = now.parameters if change.parameters is None else self._catalogue.find(change.parameters)
+        wanted, check = change.parameters, plan.overtaking.check
+        parameters = now.parameters if wanted is None else self._catalogue.find(wanted, check)
         plan.set_hash = parameters.hash
         target = self._catalogue.generation(0, parameters, layers)  # the rules are checked before it is kept
         numbers = {kept.hash: kept.number for kept in self.serving.kept}
         number = numbers.get(target.hash) or next_number()
-        kept = parameters if change.parameters is None else keep(parameters)
+        kept = parameters if wanted is None else keep(parameters)
         return self._catalogue.generation(number, kept, layers)
 
     def _next_number(self) -> int:
@@ -318,8 +322,8 @@ class Transitions:
                 await self._bring_back(old, evicted)
                 raise
             finally:
-                await asyncio.wrap_future(self._loop.resume())
                 self._not_in_place.set()
+                await asyncio.wrap_future(self._loop.resume())
 
     def _require_room(self, plan: Plan, evicted: frozenset[PrecisionMode]) -> None:
         old = self.serving.generation
@@ -409,6 +413,7 @@ class Transitions:
             serving.monitor,
         )
         try:
+            self._require_state_dir()
             await self._run_in(self._writer, partial(state.write, self._state_file))
         except OSError as error:
             raise FailedPreconditionError("state_dir", f"the change cannot be made durable: {error}") from error
