@@ -31,6 +31,7 @@ MODELS = "models"
 
 MOST_BATCH_TOKENS = 1 << 16
 """In one step."""
+MOST_BYTES = 1 << 50
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -197,18 +198,16 @@ class ModelConfig:
     load: bool = True  # at start
     threads: Annotated[int, Between(0, 4096)] = 0  # 0: all cores
     kv_precision: Annotated[str, OneOf(("u8", "f16", "bf16", "f32"))] = "u8"
-    kv_cache_bytes: ByteSize = field(default=ByteSize(2 << 30))
-    slot_bytes: ByteSize = field(default=ByteSize(1 << 30))  # keys and values of what ONNX Runtime decodes
-
-    kv_cache_bytes: Annotated[ByteSize, Between(1, 1 << 50)] = field(default=ByteSize(2 << 30))
+    kv_cache_bytes: Annotated[ByteSize, Between(1, MOST_BYTES)] = field(default=ByteSize(2 << 30))
+    slot_bytes: Annotated[ByteSize, Between(1, MOST_BYTES)] = field(
+        default=ByteSize(1 << 30)
+    )  # of ONNX Runtime's cache
     weights: WeightLayout = WeightLayout.SHARED
     activation_group: Annotated[int, Between(0, 1 << 16)] = 128  # 0: float activations
     on_demand_ttl_s: Annotated[float, Between(0, LONGEST_S)] = 60.0
     swap: SwapPolicy = SwapPolicy.AVAILABILITY
     keep_generations: Annotated[int, Between(2, 1000)] = 4  # that a rollback can return to, the serving one included
-    keep_previous_s: Annotated[float, Between(0, LONGEST_S)] = (
-        0.0  # the graphs of the one before stay in memory this long
-    )
+    keep_previous_s: Annotated[float, Between(0, LONGEST_S)] = 0.0  # its graphs stay in memory after a swap
     proof: ProofConfig = ProofConfig()
     monitor: MonitorConfig | None = None  # None: [monitor]
 
