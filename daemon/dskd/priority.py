@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+import structlog
+
 NICENESS = 10
+PATIENCE_S = 60.0
+
+log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 
 T = TypeVar("T")
 
@@ -23,16 +28,26 @@ def at_once(work: Callable[[], T]) -> T:
     return work()
 
 
-def when_idle(work: Callable[[], T]) -> T:
+def when_idle(work: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
     """Does `work` in a thread of its own that only gets a core which nobody else wants: SCHED_IDLE, sched(7).
 
     A nice thread keeps its core for some milliseconds when a thread that serves wakes up, and every layer of a step
     waits for the last of its threads: a step beside one took half as long again, beside an idle one a tenth. For long
     work of the engine alone; whoever waits for a lock that such a thread holds waits long.
+
+    Where others want all cores all the time it would never end: after `patience_s` seconds it is a nice thread.
     """
-    with ThreadPoolExecutor(1, "when-idle", _run_when_idle) as thread:
-        return thread.submit(work).result()
+    with ThreadPoolExecutor(1, "when-idle", lower_priority) as thread:
+        thread_id = thread.submit(threading.get_native_id).result()
+        os.sched_setscheduler(thread_id, os.SCHED_IDLE, os.sched_param(0))
+        done = thread.submit(work)
+        if not wait([done], patience_s).done:
+            _be_nice(thread_id)
+        return done.result()
 
 
-def _run_when_idle() -> None:
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of the calling thread
+def _be_nice(thread_id: int) -> None:
+    try:
+        os.sched_setscheduler(thread_id, os.SCHED_OTHER, os.sched_param(0))
+    except PermissionError:  # RLIMIT_NICE forbids it
+        log.warning("the cores are never idle and a build takes long: allow niceness 10 (LimitNICE=+10 in systemd)")
