@@ -41,7 +41,7 @@ BAD_CONFIGS = {
     "a table of another file": (
         f"{FOR_MODEL}[scheduler]\n", "scheduler: unknown key; known: in_flight, layers, model",
         "scheduler"),
-    "a key of a megabyte": ("k" * 1_000_000 + " = 1\n", "k{50}", "model"),
+    "a key of half a megabyte": ("k" * 500_000 + " = 1\n", "k{50}", "model"),
     "no file of the set": (f"{FOR_MODEL}[params]\n", r"params\.file: is missing", "params.file"),
     "no pattern of a rule": (
         f'{FOR_MODEL}[[layers]]\nprecision = "int8"\n', r"layers\[0\]\.match: is missing", "layers[0].match"),
@@ -75,5 +75,5 @@ BAD_CONFIGS = {
     "one rule too many": (
         FOR_MODEL + RULE * (MAX_LAYER_RULES + 1), f"layers: {MAX_LAYER_RULES + 1} rules; at most {MAX_LAYER_RULES}",
         "layers"),
-    "a byte too many": ("#" * (MAX_BYTES + 1), r"1\.0 MiB", "config"),
+    "a byte too many": ("#" * (MAX_BYTES + 1), r"512\.0 KiB", "config"),
 }  # fmt: skip

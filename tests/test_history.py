@@ -134,6 +134,34 @@ def test_damaged_lines_in_between_are_left_out_loudly(path: Path, damage: bytes)
     assert history.append(an_entry("d")).sequence == 4
 
 
+def test_the_file_never_grows_beyond_its_limit_and_keeps_the_newest(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "MOST_BYTES", 20_000)
+    history, sizes = History(path), []
+    for number in range(100):
+        history.append(an_entry(f"{number:0500}"))
+        sizes.append(path.stat().st_size)
+    assert max(sizes) <= 20_000
+    told = reasons(History(path))
+    assert len(told) > 5
+    assert told == [f"{number:0500}" for number in range(100 - len(told), 100)]
+    assert reasons(history) == [f"{number:0500}" for number in range(100)]
+
+
+def test_a_file_that_is_too_large_is_shortened_at_a_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(path, *"abcdef")
+    line = len(path.read_bytes()) // 6
+    monkeypatch.setattr(history_module, "MOST_BYTES", 5 * line)
+    assert reasons(History(path)) == list("abcdef")
+    assert reasons(History(path)) == ["e", "f"]
+
+
+def test_half_a_surrogate_pair_in_a_reason_is_spelled_out(path: Path) -> None:
+    assert written(path).append(an_entry("x\ud800y")).reason == "x\\ud800y"
+    assert reasons(History(path)) == ["x\\ud800y"]
+
+
 def test_the_file_is_shortened_at_a_start_once_it_is_twice_as_long_as_what_is_kept(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

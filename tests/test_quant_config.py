@@ -129,6 +129,14 @@ def test_every_example_is_a_config(path: Path) -> None:
             'model = "m"\nmonitor.threshold.int4 = -1',
             "x.toml: monitor.threshold.int4 = -1: allowed: 1e-06 to 1000000.0",
         ),
+        (
+            f'model = "m"\nmonitor.share = {"9" * 400}',
+            f"x.toml: monitor.share = {'9' * 57}...: allowed: numbers of at most 64 bits",
+        ),
+        (
+            f'model = "m"\nmonitor.window = 0x{"f" * 10_000}',
+            "x.toml: monitor.window = a huge number: allowed: numbers of at most 64 bits",
+        ),
         ('model = "m"\nmonitor.threshold = 1', "x.toml: monitor.threshold = 1: allowed: a table"),
         ('model = "m"\nmonitor.load.max_kl = "x"', 'x.toml: monitor.load.max_kl = "x": allowed: a number'),
         (
@@ -168,17 +176,24 @@ def test_all_mistakes_of_a_file_are_told_together() -> None:
     ]
 
 
+def test_of_thousands_of_mistakes_the_first_are_told_and_the_others_counted() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse('model = "m"\n' + "\n".join(f"k{number} = 1" for number in range(40_000)), "x.toml", BASE)
+    assert [problem.split(":")[1] for problem in caught.value.problems] == [f" k{number}" for number in range(20)]
+    assert caught.value.lines[-1] == "and 39980 more"
+
+
 def test_deep_nesting_is_refused() -> None:
     assert "nested" in problems_of("a = " + "[" * 100_000)[0]
     assert problems_of('model = "m"\nprecision' + ".a" * 5_000 + " = 1")[0].startswith("x.toml: ")
 
 
-def test_a_file_may_have_a_mebibyte_and_not_a_byte_more() -> None:
+def test_a_file_may_have_half_a_mebibyte_and_not_a_byte_more() -> None:
     text = 'model = "m"\n#'
     text += "\u00e9" * ((quant_config.MAX_BYTES - len(text)) // 2)  # two bytes each
     text += " " * (quant_config.MAX_BYTES - len(text.encode()))
     assert parse(text, "x.toml", BASE) == QuantConfig("m")
-    assert problems_of(text + " ") == ("x.toml: has 1048577 bytes; at most 1.0 MiB are allowed",)
+    assert problems_of(text + " ") == ("x.toml: has 524289 bytes; at most 512.0 KiB are allowed",)
 
 
 def test_a_file_may_have_ten_thousand_layer_rules() -> None:

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,7 @@ from dskd.monitor.states import FallbackState
 from dskd.monitor.types import ModeNoise, NoisePoint, NoiseSnapshot
 from dskd.monitor.window import NoiseStatistics
 from dskd.quant_config import MAX_BYTES
+from dskd.rpc.one_at_a_time import MOST_WAITING
 from dskd.rpc.parse import parse_request
 from dskd.rpc.quant_request import QuantRequestReader
 from dskd.text.tokenizer import TextCodec
@@ -761,7 +763,7 @@ WRONG_CONFIGS: list[tuple[str, list[tuple[str, str]]]] = [
     ),
     (f"{SET}".replace(DIGEST, DIGEST.upper()), [("params.sha256", "64 hexadecimal digits in lower case")]),
     ('model = "m"\n[params]\nfile = "a\\u0000b"', [("params.file", "a path has no NUL")]),
-    ("#" * (MAX_BYTES + 1), [("config", f"{MAX_BYTES + 1} bytes; at most 1.0 MiB are allowed")]),
+    ("#" * (MAX_BYTES + 1), [("config", f"{MAX_BYTES + 1} bytes; at most 512.0 KiB are allowed")]),
     ("a = " + "[" * 100_000, [("config", "nested")]),
 ]
 
@@ -783,7 +785,7 @@ async def test_every_wrong_field_of_a_config_is_named_with_its_problem(
     assert host.changes == []
 
 
-@pytest.mark.parametrize("name", ["k", "ключ-" * 40], ids=["short", "long"])
+@pytest.mark.parametrize("name", ["k", "ключ-" * 20], ids=["short", "long"])
 @asynchronous
 async def test_thousands_of_wrong_fields_are_told_as_far_as_there_is_room(
     tmp_path: Path, host: FakeHost, name: str
@@ -795,6 +797,41 @@ async def test_thousands_of_wrong_fields_are_told_as_far_as_there_is_room(
     *told, rest = details[0].field_violations
     assert len(told) > 3
     assert rest.description == f"{2000 - len(told)} more fields are wrong"
+
+
+@asynchronous
+async def test_configs_are_read_one_at_a_time_and_only_a_few_may_wait(
+    tmp_path: Path, host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, running, threads = threading.Event(), asyncio.Semaphore(0), []
+    loop, read = asyncio.get_running_loop(), QuantRequestReader.read
+
+    def read_slowly(reader: QuantRequestReader, *arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        loop.call_soon_threadsafe(running.release)
+        assert release.wait(20)
+        return read(reader, *arguments)
+
+    monkeypatch.setattr(QuantRequestReader, "read", read_slowly)
+    host.change_result = CHANGED
+    request = ApplyConfigRequest(config='model = "m"\nprecision = "int8"')
+    async with serving(tmp_path, {"m": host}) as service:
+        try:
+            first = asyncio.ensure_future(service.control.ApplyConfig(request))
+            await running.acquire()
+            calls = [service.control.ApplyConfig(request) for _ in range(MOST_WAITING + 1)]
+            others = [asyncio.ensure_future(call) for call in calls]
+            (refused,), waiting = await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
+            assert len(threads) == 1
+        finally:
+            release.set()
+        code, message, details = await refusal(calls[others.index(refused)])
+        assert (code, message) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "9 quant configs wait already")
+        assert details[1].retry_delay.ToMilliseconds() == 1000  # type: ignore[attr-defined]
+        await asyncio.gather(first, *waiting)
+        assert len(host.changes) == MOST_WAITING + 1
+        await service.control.ApplyConfig(request)  # there is room again
+    assert len(set(threads)) == 1
 
 
 @asynchronous
@@ -1155,6 +1192,37 @@ async def test_a_model_can_be_unloaded_and_loaded_again(tmp_path: Path, host: Fa
         ("load", "committed", "config"),
     ]
     assert (history.entries[0].to_mode, history.entries[1].from_mode) == (1, 1)
+
+
+@asynchronous
+async def test_of_a_long_history_the_newest_that_fit_into_a_message_are_sent(tmp_path: Path, host: FakeHost) -> None:
+    async with serving(tmp_path, {"m": host}, max_message_bytes=50_000) as service:
+        for number in range(100):
+            reason = f"{number} " + "\u20ac" * 1_000
+            service.daemon.history.append(HistoryEntry("m", "apply", "test", "rejected", reason))
+        history = await service.control.GetHistory(control_pb2.GetHistoryRequest(limit=10_000))
+    told = [int(entry.reason.split()[0]) for entry in history.entries]
+    assert told == list(range(99, 99 - len(told), -1))
+    assert 50_000 - 3_200 < history.ByteSize() <= 50_000
+
+
+@asynchronous
+async def test_half_a_surrogate_pair_breaks_no_answer_and_no_stream(tmp_path: Path, host: FakeHost) -> None:
+    odd, told = "x\ud800", "x\\ud800"
+    host.change_result = StoreError(odd)
+    async with serving(tmp_path, {"m": host}) as service:
+        watching = service.control.WatchEvents(control_pb2.WatchEventsRequest())
+        await watching.initial_metadata()
+        service.daemon.history.append(HistoryEntry(odd, "apply", odd, "rejected", odd, phases_ms={odd: 1.0}))
+        service.daemon.events.publish("apply.rejected", "m", odd, reason=odd, names=[odd], kl={odd: 1.0})
+        (entry,) = (await service.control.GetHistory(control_pb2.GetHistoryRequest(limit=1))).entries
+        event = await watching.read()
+        request = ApplyConfigRequest(config='model = "m"\nprecision = "int8"')
+        code, message, _ = await refusal(service.control.ApplyConfig(request))
+        watching.cancel()
+    assert (entry.model, entry.actor, entry.reason, dict(entry.phases_ms)) == (told, told, told, {told: 1.0})
+    assert (event.message, event.fields["reason"], event.fields["names"][0]) == (told, told, told)
+    assert (code, message) == (grpc.StatusCode.FAILED_PRECONDITION, told)
 
 
 @asynchronous

@@ -92,6 +92,29 @@ def swap(one: str, other: str) -> Callable[[Path], None]:
     return in_arrays(lambda arrays: arrays.update({one: arrays[other], other: arrays[one]}))
 
 
+def in_header(edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Damage to the header of a file, whose digest the manifest has."""
+
+    def damage(directory: Path) -> None:
+        data = (directory / PLANES).read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header = edit(data[8 : 8 + size])
+        (directory / PLANES).write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
+        sign(directory)
+
+    return damage
+
+
+def of_header_bytes(size: int) -> Callable[[Path], None]:
+    return in_header(lambda header: header.ljust(size))
+
+
+def with_array(name: str) -> Callable[[Path], None]:
+    """An empty array that nobody asked for."""
+    array = {name: {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}
+    return in_header(lambda header: json.dumps(json.loads(header) | array).encode())
+
+
 def flip_last_byte(directory: Path) -> None:
     data = bytearray((directory / PLANES).read_bytes())
     data[-1] ^= 1
@@ -199,6 +222,8 @@ BAD_SETS = [
      in_manifest(lambda manifest: manifest.update(codes="some"))),
     ("manifest-unreadable", "expected_kl of int4 is nan",
      in_manifest(lambda manifest: manifest.update(expected_kl={"int4": float("nan")}))),
+    ("manifest-unreadable", "expected_kl of int4 is 1000.*, not a finite number",
+     in_manifest(lambda manifest: manifest.update(expected_kl={"int4": 10**400}))),
     ("manifest-unreadable", "'int5', which is no precision mode",
      in_manifest(lambda manifest: manifest.update(expected_kl={"int5": 0.1}))),
     ("manifest-unreadable", "surrogates not allowed",
@@ -210,8 +235,15 @@ BAD_SETS = [
      in_manifest(lambda manifest: manifest.update(weights_sha256="0" * 64))),
     ("manifest-unreadable", r"'\.\./planes' is not the name of a file of the set",
      in_manifest(lambda manifest: manifest["sha256"].update({"../planes": "0"}))),
-    ("file-unreadable", "cannot be read: File name too long",
-     in_manifest(lambda manifest: manifest["sha256"].update({"x" * 300: "0"}))),
+    ("manifest-unreadable", "is not the name of a file of the set",
+     in_manifest(lambda manifest: manifest["sha256"].update({"x" * 300 + ".safetensors": "0"}))),
+    ("manifest-unreadable", r"'completed' is not the name of a file of the set, which are \*\.safetensors",
+     in_manifest(lambda manifest: manifest["sha256"].update({"completed": "0"}))),
+    ("manifest-unreadable", "has more than 2097152 bytes",
+     in_manifest(lambda manifest: manifest["provenance"].update(notes=["a"] * 1_000_000))),
+    ("file-truncated", "header size 2097153: at most 2097152 bytes are read", of_header_bytes((2 << 20) + 1)),
+    ("file-truncated", r"tensor 'x\\ud800y': half a surrogate pair", with_array("x\ud800y")),
+    ("file-truncated", "a tensor has a name of 513 characters; at most 512 are allowed", with_array("x" * 513)),
     ("hash-mismatch", r"planes-00001\.safetensors: damaged", flip_last_byte),
     ("file-unreadable", r"planes-00001\.safetensors: is not a regular file", replace_by(os.mkfifo, PLANES)),
     ("file-truncated", r"planes-00001\.safetensors: header size 0 in a file of 0 bytes",

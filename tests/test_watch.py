@@ -25,12 +25,14 @@ from watchdog.observers.api import EventDispatcher
 from watchdog.observers.inotify_c import InotifyFD
 from watchdog.utils import BaseThread
 
+from dskd import quant_config
 from dskd.config import WatchConfig
 from dskd.engine.request import InFlight
 from dskd.errors import FailedPreconditionError, UnavailableError
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
 from dskd.manager.types import Change, ChangeReport, HistoryEntry, SetReference
+from dskd.quant_config import QuantConfig
 from dskd.watch import Watcher
 from dskd.watch.hints import Hints
 from dskd.watch.scan import read_directory
@@ -381,7 +383,7 @@ async def test_each_file_that_cannot_be_used_is_refused_by_name_once(watching: W
         "bytes.toml: is not UTF-8: byte 0",
         "fifo.toml: cannot be read: it is a FIFO",
         "folder.toml: cannot be read: it is a directory",
-        "large.toml: has more than 1.0 MiB",
+        "large.toml: has more than 512.0 KiB",
         "loop.toml: cannot be read: Too many levels of symbolic links",
         "mistake.toml: precison: unknown key; did you mean 'precision'?",
         "unknown.toml: no model 'c'; known: a, b, marker",
@@ -392,6 +394,44 @@ async def test_each_file_that_cannot_be_used_is_refused_by_name_once(watching: W
         "c", "apply", "watch:unknown.toml", "rejected", "unknown.toml: no model 'c'; known: a, b, marker"
     )
     assert entry == replace(expected, time=entry.time, id=entry.id, sequence=entry.sequence)
+
+
+@asynchronous
+async def test_a_file_that_breaks_its_reader_is_refused_and_harms_no_other(
+    watching: Watching, monkeypatch: pytest.MonkeyPatch, log_lines: LogLines
+) -> None:
+    def parse(text: str, *rest: Any) -> QuantConfig:
+        return quant_config_parse(text, *rest) if "broken" not in text else float(10**400)  # type: ignore[return-value]
+
+    quant_config_parse = quant_config.parse
+    monkeypatch.setattr(quant_config, "parse", parse)
+    watching.write("a.toml", "broken")
+    watching.write("b.toml", INT8_CONFIG)
+    async with watching.run():
+        assert await watching.target.next_call(1) == Call("a", Change(mode=INT8), "watch:b.toml")
+    assert watching.rejections == ["a.toml: internal error (OverflowError); the log tells more"]
+    assert [line["file"] for line in log_lines if line.get("exc_info")] == ["a.toml"]
+
+
+@asynchronous
+async def test_what_one_look_failed_to_do_the_next_one_does(
+    watching: Watching, monkeypatch: pytest.MonkeyPatch, log_lines: LogLines
+) -> None:
+    append, failures = watching.history.append, [RuntimeError("no history")]
+
+    def fail_once(entry: HistoryEntry) -> HistoryEntry:
+        if failures:
+            raise failures.pop()
+        return append(entry)
+
+    monkeypatch.setattr(watching.history, "append", fail_once)
+    watching.write("a.toml", "broken")
+    watching.write("b.toml", INT8_CONFIG)
+    async with watching.run() as watcher:
+        assert await watching.target.next_call(1) == Call("a", Change(mode=INT8), "watch:b.toml")
+        watcher.rescan()
+        assert len(await watching.rejected(1)) == 1
+    assert [line["file"] for line in log_lines if line.get("exc_info")] == ["a.toml"]
 
 
 @asynchronous

@@ -136,12 +136,12 @@ def test_a_large_file_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    assert problem_of(path) == "has more than 1.0 MiB"
+    assert problem_of(path) == "has more than 512.0 KiB"
     with path.open("wb") as file:
         file.truncate(quant_config.MAX_BYTES)
     state = read_file(path)
     assert state is not None
-    assert (state.problem, len(state.text)) == ("", 1_048_576)
+    assert (state.problem, len(state.text)) == ("", 524_288)
 
 
 def test_a_file_that_is_gone_has_no_state(tmp_path: Path) -> None:

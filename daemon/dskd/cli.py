@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _doctor(config_path, options.json) if options.verb == "doctor" else _serve(config_path, options)
     except ConfigError as error:
-        for problem in error.problems:
+        for problem in error.lines:
             where = f"{config_path or 'command line'}: "
             print(f"dskd: {where}{problem.removeprefix(where)}", file=sys.stderr)  # what cannot be read says its path
         return USAGE

@@ -259,8 +259,7 @@ def build_config(table: Mapping[str, Any], base: Path) -> Config:
     """The configuration in `table`; relative paths start at `base`. Raises ConfigError with all problems."""
     builder = Builder(base.absolute())
     config = builder.build(Config, table)
-    if builder.problems:
-        raise ConfigError(builder.problems)
+    builder.refuse_problems()
     return config
 
 

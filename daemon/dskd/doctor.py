@@ -89,7 +89,7 @@ def _configuration(path: Path | None) -> Iterator[Finding]:
     try:
         config = load_config(path)
     except ConfigError as error:
-        yield from (Finding(Level.FAILED, "config", problem) for problem in error.problems)
+        yield from (Finding(Level.FAILED, "config", problem) for problem in error.lines)
         return
     yield Finding(Level.OK, "config", f"{path} is valid" if path else "none; the defaults are used")
     yield from _stores(config)

@@ -28,13 +28,18 @@ class InvalidArgumentError(DskdError):
 
 
 class InvalidFieldsError(DskdError):
-    """Several fields of a request have values that are not allowed; `violations` are fields and descriptions."""
+    """Several fields of a request have values that are not allowed.
+
+    `violations` are fields and descriptions; there are `more` that are not told.
+    """
 
     code = "INVALID_ARGUMENT"
 
-    def __init__(self, violations: Iterable[tuple[str, str]]) -> None:
+    def __init__(self, violations: Iterable[tuple[str, str]], more: int = 0) -> None:
         self.violations = tuple(violations)
-        super().__init__("; ".join(f"{field}: {description}" for field, description in self.violations))
+        self.more = more
+        told = [f"{field}: {description}" for field, description in self.violations]
+        super().__init__("; ".join([*told, *([f"and {more} more"] if more else [])]))
 
 
 class UnknownModelError(DskdError):

@@ -39,8 +39,10 @@ from dskd.units import format_bytes
 from dskquant.modes import PrecisionMode
 from dskquant.scheme import LAYER_PRECISIONS, LayerRule
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 512 << 10
 MAX_LAYER_RULES = 10_000
+"""They fit into `MAX_BYTES`, with short patterns."""
+
 SHA256 = re.compile(r"[0-9a-f]{64}|")
 
 Problems = Iterator[tuple[str, str]]
@@ -123,7 +125,7 @@ class _Tables:
 def parse(text: str, name: str, base: Path) -> QuantConfig:
     """The config in `text`, the content of the file `name`; relative paths start at `base`.
 
-    Raises ConfigError with all problems of the file; each begins with `name` and the field.
+    Raises ConfigError with the problems of the file; each begins with `name` and the field.
     """
     try:
         size = len(text.encode("utf-8"))
@@ -133,18 +135,17 @@ def parse(text: str, name: str, base: Path) -> QuantConfig:
         if len(config.layers) > MAX_LAYER_RULES:
             raise ConfigError([f"layers: {len(config.layers)} rules; at most {MAX_LAYER_RULES} are allowed"])
     except ConfigError as error:
-        raise ConfigError(f"{name}: {problem}" for problem in error.problems) from error
+        raise ConfigError((f"{name}: {problem}" for problem in error.problems), error.more) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError([f"{name}: {error}"]) from error
     return config
 
 
 def from_table(table: Mapping[str, Any], base: Path) -> QuantConfig:
-    """The config in a parsed file. Raises ConfigError with all problems."""
+    """The config in a parsed file. Raises ConfigError with its problems."""
     builder = Builder(base.absolute())
     tables = builder.build(_Tables, table)
-    if builder.problems:
-        raise ConfigError(builder.problems)
+    builder.refuse_problems()
     rules = tuple(layer.rule for layer in tables.layers)
     monitor = table.get("monitor", {})
     return QuantConfig(tables.model, tables.precision, tables.in_flight, tables.params, rules, monitor)
@@ -195,8 +196,7 @@ def overridden(base: MonitorConfig, table: Mapping[str, Any]) -> MonitorConfig:
     """
     builder = Builder(Path.cwd())
     config = builder.build(MonitorConfig, _merged(_without_none(typed_json.dump(base)), table), "monitor")
-    if builder.problems:
-        raise ConfigError(builder.problems)
+    builder.refuse_problems()
     return config
 
 

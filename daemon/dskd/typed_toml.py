@@ -13,7 +13,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -21,12 +21,28 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class ConfigError(Exception):
-    """A configuration cannot be used; one entry of `problems` for each thing to repair."""
+LARGEST_INTEGER = 1 << 63
+"""TOML has integers of 64 bits; its reader takes longer ones, which are no floats and no JSON."""
 
-    def __init__(self, problems: Iterable[str]) -> None:
+TOLD_PROBLEMS = 20
+"""Of one file, which may have thousands: to find the nearest known key of each takes a minute."""
+
+
+class ConfigError(Exception):
+    """A configuration cannot be used; one entry of `problems` for each thing to repair.
+
+    There are `more` that are not told.
+    """
+
+    def __init__(self, problems: Iterable[str], more: int = 0) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
+        self.more = more
+        super().__init__("\n".join(self.lines))
+
+    @property
+    def lines(self) -> list[str]:
+        """The problems, and how many more there are."""
+        return [*self.problems, *([f"and {self.more} more"] if self.more else [])]
 
 
 class Constraint(Protocol):
@@ -69,21 +85,27 @@ _NO_VALUE: Any = object()
 
 
 class Builder:
-    """Builds dataclasses and gathers problems; relative paths start at `base`."""
+    """Builds dataclasses and gathers problems, of which the first are told; relative paths start at `base`."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
         self.problems: list[str] = []
+        self._found = 0
+
+    def refuse_problems(self) -> None:
+        """Raises ConfigError when a problem was noted."""
+        if self.problems:
+            raise ConfigError(self.problems, self._found - len(self.problems))
 
     def build(self, cls: type[T], table: Mapping[str, Any], where: str = "") -> T:
         """An instance of the dataclass `cls`, or a meaningless value after a problem was noted."""
         known, hints = _described(cls)  # type: ignore[arg-type]  # classes are hashable
-        noted_before = len(self.problems)
+        found_before = self._found
         for key in table:
             if key not in known:
-                self._note(where, key, f"unknown key{_nearest(key, known)}")
+                self._note(where, key, functools.partial(_unknown_key, key, known))
         values = {name: self._field(item, hints[name], table, where) for name, item in known.items()}
-        if len(self.problems) > noted_before:
+        if self._found > found_before:
             return typing.cast(T, _NO_VALUE)
         built = cls(**{name: value for name, value in values.items() if value is not _NO_VALUE})
         if hasattr(built, "problems"):
@@ -112,11 +134,17 @@ class Builder:
         try:
             return _scalar(hint, value, self.base)
         except ValueError as wrong:
-            self.problems.append(f"{path} = {_spell(value)}: {wrong}")
+            reason = str(wrong)
+            self._add(lambda: f"{path} = {_spell(value)}: {reason}")
             return _NO_VALUE
 
-    def _note(self, where: str, key: str, problem: str) -> None:
-        self.problems.append(f"{_join(where, _cut(key))}: {problem}")
+    def _note(self, where: str, key: str, problem: str | Callable[[], str]) -> None:
+        self._add(lambda: f"{_join(where, _cut(key))}: {problem if isinstance(problem, str) else problem()}")
+
+    def _add(self, describe: Callable[[], str]) -> None:
+        self._found += 1
+        if len(self.problems) < TOLD_PROBLEMS:
+            self.problems.append(describe())
 
 
 @functools.cache  # a file may have thousands of tables of one class
@@ -126,6 +154,8 @@ def _described(cls: Any) -> tuple[dict[str, Field[Any]], dict[str, Any]]:
 
 
 def _scalar(hint: Any, value: Any, base: Path) -> Any:
+    if type(value) is int and not -LARGEST_INTEGER <= value < LARGEST_INTEGER:
+        raise ValueError("allowed: numbers of at most 64 bits")
     if typing.get_origin(hint) is typing.Annotated:
         kind, constraint = typing.get_args(hint)
         return _constrained(_scalar(kind, value, base), constraint)
@@ -168,8 +198,12 @@ def _describe(hint: Any) -> str:
 
 def _spell(value: Any) -> str:
     """`value` as TOML would have it, cut to a readable length."""
-    spelled = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
-    return _cut(spelled)
+    if isinstance(value, str):
+        return _cut(f'"{value}"')
+    try:
+        return _cut(str(value).lower() if isinstance(value, bool) else str(value))
+    except ValueError:  # Python spells no integers of more than 4300 digits; hexadecimal ones can be read
+        return "a huge number"
 
 
 def _cut(text: str) -> str:
@@ -180,6 +214,6 @@ def _join(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
+def _unknown_key(key: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+    return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key; known: {', '.join(sorted(known))}"

@@ -12,6 +12,11 @@ LARGEST_COUNT = 1 << 31
 LARGEST_NUMBER = 1e30
 
 
+def is_text(value: object) -> bool:
+    """Whether `value` is a text that can be sent: JSON may hide half a surrogate pair in one."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 @dataclass(frozen=True, slots=True)
 class Fields:
     """A mapping read from `where`. A key that is absent or null takes the default; without a default it is an error."""

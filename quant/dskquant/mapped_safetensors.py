@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dskquant.errors import QuantError, SourceError
+from dskquant.fields import is_text
 
 MAX_HEADER_BYTES = 100_000_000
+"""As much as the format allows; see `MappedSafetensors` for files that anybody may have made."""
+
+LONGEST_NAME = 512
+"""Characters of the name of a tensor; those of models have less than a hundred."""
+
 SIZE_FIELD_BYTES = 8
 MAX_DIMENSION = 1 << 40
 
@@ -51,14 +58,19 @@ class _Entry:
 class MappedSafetensors:
     """One safetensors file, its whole header checked when it is opened.
 
-    Raises `error` (SourceError unless told otherwise), naming file and tensor, for a header that is no JSON or too
-    large, an unknown dtype, a size that does not follow from shape and dtype, data that overlap or end outside the
-    file, and bytes after the last tensor.
+    Raises `error` (SourceError unless told otherwise), naming file and tensor, for a header that is no JSON or has more
+    than `most_header_bytes`, a name that is too long or no text, an unknown dtype, a size that does not follow from
+    shape and dtype, data that overlap or end outside the file, and bytes after the last tensor. A header is read in one
+    go, which keeps all other Python threads waiting: a tenth of a second for two megabytes of nothing but brackets, and
+    more than in proportion.
     """
 
-    def __init__(self, path: Path, error: type[QuantError] = SourceError) -> None:
+    def __init__(
+        self, path: Path, error: type[QuantError] = SourceError, most_header_bytes: int = MAX_HEADER_BYTES
+    ) -> None:
         self._path = path
         self._error = error
+        self._most_header_bytes = most_header_bytes
         header, self._data_offset, data_bytes = self._read_header()
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self._entries = {name: self._entry(name, raw, data_bytes) for name, raw in header.items()}
@@ -110,10 +122,7 @@ class MappedSafetensors:
             file_bytes = self._path.stat().st_size
             with self._path.open("rb") as file:
                 size = int.from_bytes(file.read(SIZE_FIELD_BYTES), "little")
-                if file_bytes < SIZE_FIELD_BYTES or size > min(file_bytes - SIZE_FIELD_BYTES, MAX_HEADER_BYTES):
-                    raise self._refusal(
-                        f"header size {size} in a file of {file_bytes} bytes: truncated or no safetensors"
-                    )
+                self._check_header_size(size, file_bytes)
                 header = json.loads(file.read(size))
         except (OSError, ValueError, RecursionError) as error:
             raise self._refusal(f"cannot be read: {error}") from error
@@ -121,15 +130,30 @@ class MappedSafetensors:
             raise self._refusal("the header is not a JSON object")
         return header, SIZE_FIELD_BYTES + size, file_bytes - SIZE_FIELD_BYTES - size
 
+    def _check_header_size(self, size: int, file_bytes: int) -> None:
+        if size > file_bytes - SIZE_FIELD_BYTES:
+            raise self._refusal(f"header size {size} in a file of {file_bytes} bytes: truncated or no safetensors")
+        if size > self._most_header_bytes:
+            raise self._refusal(f"header size {size}: at most {self._most_header_bytes} bytes are read")
+
+    def _check_name(self, name: str) -> None:
+        if len(name) > LONGEST_NAME:
+            raise self._refusal(f"a tensor has a name of {len(name)} characters; at most {LONGEST_NAME} are allowed")
+        if not is_text(name):
+            raise self._refusal(f"tensor {name!r}: half a surrogate pair is no text")
+
     def _entry(self, name: str, raw: Any, data_bytes: int) -> _Entry:
+        self._check_name(name)
         try:
             dtype, shape, (begin, end) = raw["dtype"], tuple(raw["shape"]), raw["data_offsets"]
         except (KeyError, TypeError, ValueError):
             raise self._refusal(f"tensor {name}: the header entry lacks dtype, shape or data_offsets") from None
         if not isinstance(dtype, str) or dtype not in NUMPY_TYPES:
-            raise self._refusal(f"tensor {name}: unknown dtype {dtype!r}; known: {', '.join(NUMPY_TYPES)}")
+            known = ", ".join(NUMPY_TYPES)
+            raise self._refusal(f"tensor {name}: unknown dtype {reprlib.repr(dtype)}; known: {known}")
         if not all(type(number) is int and 0 <= number < MAX_DIMENSION for number in (*shape, begin, end)):
-            raise self._refusal(f"tensor {name}: shape {list(shape)} or offsets [{begin}, {end}] are not sizes")
+            told = reprlib.repr([list(shape), [begin, end]])
+            raise self._refusal(f"tensor {name}: shape or offsets are not sizes: {told}")
         if not begin <= end <= data_bytes:
             raise self._refusal(
                 f"tensor {name}: bytes {begin}..{end} lie outside the {data_bytes} bytes of data: truncated"

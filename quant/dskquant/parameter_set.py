@@ -4,6 +4,7 @@
       manifest.json              format, the weights it was made for, the scheme of each tensor, SHA-256 of each file
       planes-00001.safetensors   the tensors, in files of about 512 MiB
 
+The files of tensors are named `*.safetensors`; the manifest and the header of each of them have 2 MiB at most.
 A linear layer W [N, K] has `W.base.*` and `W.residual.*`, and `W.int8.*` if the set was made with an 8-bit plane; an
 8-bit tensor has `W.*`. Here * is
 `codes` (uint8; two 4-bit codes a byte [N, K/2], low half first, or [N, K] for 8 bit), `scales` (float16 [N, G]) and
@@ -106,7 +107,7 @@ class ParameterSet:
     def _mapped(self, name: str) -> MappedSafetensors:
         path = self._present(name)
         try:
-            return MappedSafetensors(path, StoreError)
+            return MappedSafetensors(path, StoreError, set_manifest.MOST_BYTES)
         except StoreError as error:
             raise ParameterSetError(str(error), rule="file-truncated") from error
         except OSError as error:

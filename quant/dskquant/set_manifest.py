@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import reprlib
 import stat
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,20 @@ from dskquant.scheme import GROUP_SIZES, Role, TensorScheme
 from dskquant.store import DEFAULT_PARAMETER_SET
 
 FORMAT_VERSION = 2
-MOST_BYTES = 64 << 20
+MOST_BYTES = 2 << 20
+"""Of a manifest, and of the header of a file of tensors: three times those of a model of 80 layers in one file.
+
+While JSON is read, all other threads wait.
+"""
+
 STORE_KEYS = {"architecture", "num_layers"}
 """Of the manifest of a model store, which has the same name."""
+
+SUFFIX = ".safetensors"
+LONGEST_TENSOR_NAME = 400
+"""Characters; the arrays of a tensor have longer names, of at most `mapped_safetensors.LONGEST_NAME`."""
+
+LONGEST_FILE_NAME = 255  # bytes: NAME_MAX
 
 KINDS: dict[str, type] = {
     "model_id": str,
@@ -51,13 +63,15 @@ def read_bytes(path: Path) -> bytes:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for ever
             raise _unreadable(path, "is not a regular file")
-        if status.st_size > MOST_BYTES:
-            raise _unreadable(path, f"has {status.st_size} bytes; at most {MOST_BYTES} are read")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise ParameterSetMissingError(f"{os.path.normpath(path)}: no parameter set is there") from None
     except (OSError, ValueError) as error:
         raise _unreadable(path, f"cannot be read: {error}") from error
+    if len(text) > MOST_BYTES:
+        raise _unreadable(path, f"has more than {MOST_BYTES} bytes")
+    return text
 
 
 def parse(path: Path, text: bytes) -> dict[str, Any]:
@@ -73,7 +87,7 @@ def parse(path: Path, text: bytes) -> dict[str, Any]:
         message = f"is a model store, not a parameter set; its default set is in {DEFAULT_PARAMETER_SET}"
         raise ParameterSetError(f"{path.parent}: {message}", rule="manifest-unreadable")
     if raw.get("format_version") != FORMAT_VERSION:
-        found = raw.get("format_version", "missing")
+        found = reprlib.repr(raw["format_version"]) if "format_version" in raw else "missing"
         raise ParameterSetError(
             f"{path}: format_version {found}; this version reads {FORMAT_VERSION}", rule="format-version"
         )
@@ -87,27 +101,30 @@ def expected_kl(path: Path, raw: Mapping[str, Any]) -> dict[PrecisionMode, float
     """The noise a set expects of each mode, in nats per token."""
     for mode, kl in raw.items():
         if mode not in {each.value for each in PrecisionMode}:
-            raise _unreadable(path, f"expected_kl names {mode!r}, which is no precision mode")
-        if type(kl) not in (int, float) or not 0 <= kl < math.inf:
-            raise _unreadable(path, f"expected_kl of {mode} is {kl!r}, not a finite number from 0 on")
+            raise _unreadable(path, f"expected_kl names {reprlib.repr(mode)}, which is no precision mode")
+        if type(kl) not in (int, float) or not 0 <= kl <= sys.float_info.max:
+            raise _unreadable(path, f"expected_kl of {mode} is {reprlib.repr(kl)}, not a finite number from 0 on")
     return {PrecisionMode(mode): float(kl) for mode, kl in raw.items()}
 
 
 def tensor_scheme(path: Path, name: str, raw: Any) -> TensorScheme:
     """The scheme of the tensor `name`. Raises ParameterSetError, naming rule and tensor, for one that cannot be."""
+    if len(name) > LONGEST_TENSOR_NAME:
+        problem = f"has a name of {len(name)} characters; at most {LONGEST_TENSOR_NAME} are allowed"
+        raise _refusal(path, f"{name[:60]}...", "manifest-unreadable", problem)
     if not isinstance(raw, dict):
         raise _refusal(path, name, "manifest-unreadable", "is not described by a table")
     _check_kinds(path, raw, TENSOR_KINDS, name)
     roles = {role.value: role for role in Role}
     if raw["role"] not in roles:
-        raise _refusal(path, name, "role", f"role {raw['role']!r}; allowed: {', '.join(roles)}")
+        raise _refusal(path, name, "role", f"role {reprlib.repr(raw['role'])}; allowed: {', '.join(roles)}")
     if raw["group_size"] not in GROUP_SIZES:
         allowed = f"allowed: {', '.join(map(str, GROUP_SIZES))} (0: per channel)"
-        raise _refusal(path, name, "group-size", f"group_size {raw['group_size']}; {allowed}")
+        raise _refusal(path, name, "group-size", f"group_size {reprlib.repr(raw['group_size'])}; {allowed}")
     scheme = _scheme(path, name, roles[raw["role"]], raw)
     if raw["bits"] != scheme.bits:
         allowed = f"a tensor of role {scheme.role.value} has {scheme.bits}"
-        raise _refusal(path, name, "bits-not-supported", f"bits {raw['bits']}; {allowed}")
+        raise _refusal(path, name, "bits-not-supported", f"bits {reprlib.repr(raw['bits'])}; {allowed}")
     return scheme
 
 
@@ -134,8 +151,10 @@ def _check_kinds(path: Path, raw: Mapping[str, Any], kinds: Mapping[str, type], 
 
 
 def _check_file(path: Path, name: str, digest: Any) -> None:
-    if Path(name).name != name or name in ("..", path.name) or "\0" in name:
-        raise _unreadable(path, f"not a readable parameter set: {name!r} is not the name of a file of the set")
+    is_name = Path(name).name == name and "\0" not in name and len(name.encode()) <= LONGEST_FILE_NAME
+    if not is_name or not name.endswith(SUFFIX):
+        told = f"{reprlib.repr(name)} is not the name of a file of the set, which are *{SUFFIX}"
+        raise _unreadable(path, f"not a readable parameter set: {told}")
     if not isinstance(digest, str):
         raise _unreadable(path, f"not a readable parameter set: the SHA-256 of {name} must be a text")
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dskquant.errors import SourceError, StoreError
-from dskquant.fields import Fields
+from dskquant.fields import Fields, is_text
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -111,7 +111,7 @@ class StoreManifest:
 def _check(manifest: Fields) -> None:
     """Raises SourceError, naming the key, for a value that nothing could work with."""
     for key in TEXTS:
-        if not _is_text(manifest.values[key]):
+        if not is_text(manifest.values[key]):
             raise manifest.refusal(key, "must be a text")
     for key in COUNTS:
         manifest.count(key, largest=LARGEST_COUNT)
@@ -137,11 +137,6 @@ def _check_token_ids(manifest: Fields) -> None:
 
 def _is_token(value: object, vocab_size: int) -> bool:
     return type(value) is int and 0 <= value < vocab_size
-
-
-def _is_text(value: object) -> bool:
-    """Whether `value` is a text that can be sent: JSON may hide half a surrogate pair in one."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def verify(store: Path, manifest: StoreManifest) -> None:

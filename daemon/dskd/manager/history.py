@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ from dskd.manager.types import HistoryEntry
 KEPT_ENTRIES = 10_000
 LONGEST_REASON = 4_000
 """Characters; what is wrong with a file may quote megabytes of it."""
+
+MOST_BYTES = 16 << 20
+"""Of the file; when it has grown beyond, the newest entries that fill half of that are left."""
 
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 
@@ -36,7 +40,7 @@ class History:
     def append(self, entry: HistoryEntry) -> HistoryEntry:
         """Numbers and keeps `entry`, a long reason cut, on disk when it returns; returns it as it is kept."""
         self._last_sequence += 1
-        numbered = replace(entry, sequence=self._last_sequence, reason=_cut(entry.reason))
+        numbered = replace(entry, sequence=self._last_sequence, reason=_cut(_encodable(entry.reason)))
         self._entries.append(numbered)
         if self._path is not None:
             self._write(self._path, numbered)
@@ -56,6 +60,8 @@ class History:
             durable.append_line(path, _line(entry))
         except OSError as error:
             log.error("history entry is kept in memory alone", path=str(path), id=entry.id, reason=str(error))
+        else:
+            _keep_short(path)
 
     def _read(self, path: Path) -> None:
         try:
@@ -69,8 +75,13 @@ class History:
             log.error("last line of the history dropped: a crash cut it short", path=str(path), bytes=len(torn))
         lines = whole.split(b"\n") if whole else []
         self._entries.extend(_read_lines(path, lines))
-        if len(lines) > 2 * KEPT_ENTRIES:
+        if len(lines) > 2 * KEPT_ENTRIES or len(whole) > MOST_BYTES:
             _shorten(path, lines)
+
+
+def _encodable(text: str) -> str:
+    """`text` as UTF-8 can have it: half of a surrogate pair, which JSON and file names may hold, is spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _cut(reason: str) -> str:
@@ -81,9 +92,23 @@ def _line(entry: HistoryEntry) -> bytes:
     return json.dumps(typed_json.dump(entry)).encode()
 
 
-def _shorten(path: Path, lines: list[bytes]) -> None:
+def _keep_short(path: Path) -> None:
     try:
-        durable.replace_file(path, b"".join(line + b"\n" for line in lines[-KEPT_ENTRIES:]))
+        if path.stat().st_size <= MOST_BYTES:
+            return
+        lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+    except OSError as error:
+        log.error("history cannot be shortened", path=str(path), reason=str(error))
+    else:
+        _shorten(path, lines)
+
+
+def _shorten(path: Path, lines: list[bytes]) -> None:
+    sizes = itertools.accumulate(len(line) + 1 for line in reversed(lines))
+    kept = sum(1 for size in itertools.takewhile(lambda size: size <= MOST_BYTES // 2, sizes))
+    newest = lines[len(lines) - min(kept, KEPT_ENTRIES) :]
+    try:
+        durable.replace_file(path, b"".join(line + b"\n" for line in newest))
     except OSError as error:
         log.error("history cannot be shortened", path=str(path), reason=str(error))
 

@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -23,11 +23,12 @@ from dskd.registry import ModelRegistry
 from dskd.rpc.convert import MODES, chosen_in_flight, chosen_mode, timestamp
 from dskd.rpc.interceptor import Context, actor
 from dskd.rpc.noise_report import noise_response
+from dskd.rpc.one_at_a_time import OneAtATime
 from dskd.rpc.quant_request import QuantRequestReader
 from dskd.rpc.report import (
     change_response,
     event_message,
-    history_entry,
+    history_response,
     model_status,
     model_summary,
     switch_response,
@@ -58,6 +59,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._config = config
         self._monitor = monitor
         self._quant_requests = QuantRequestReader(watched, config.allow_load_from_path)
+        self._reading = OneAtATime("quant configs")
         self._registry = registry
         self._events = events
         self._history = history
@@ -77,7 +79,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def ApplyConfig(
         self, request: control_pb2.ApplyConfigRequest, context: Context
     ) -> control_pb2.ChangeResponse:
-        config = await asyncio.to_thread(self._quant_requests.read, request, context.peer())
+        config = await self._reading.run(partial(self._quant_requests.read, request, context.peer()))
         model = self._registry.get(config.model)
         structlog.contextvars.bind_contextvars(model=model.name)
         change = difference(None, config, model.config.default_mode)
@@ -156,7 +158,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             raise InvalidArgumentError("limit", f"{request.limit} is not allowed; allowed: 0 to {KEPT_ENTRIES}")
         model = self._registry.get(request.model).name if request.model else None
         entries = self._history.newest(model, request.limit or DEFAULT_HISTORY)
-        return control_pb2.GetHistoryResponse(entries=map(history_entry, entries))
+        return history_response(entries, self._config.max_message_bytes)
 
     async def WatchEvents(self, request: control_pb2.WatchEventsRequest, context: Context) -> None:
         """Sends its initial metadata at once: a client that has them misses no later event."""

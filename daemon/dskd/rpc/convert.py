@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from dskapi.v1 import common_pb2, control_pb2, inference_pb2
@@ -60,6 +62,17 @@ def chosen_in_flight(number: int, field: str) -> InFlight:
         known = ", ".join(f"{value} ({word.value})" for value, word in _IN_FLIGHT_OF.items())
         raise InvalidArgumentError(field, f"{number} is not known; known: {known}")
     return _IN_FLIGHT_OF[number]
+
+
+def sendable(value: Any) -> Any:
+    """`value`, its texts (in lists and tables too) as protobuf takes them: half of a surrogate pair is spelled out."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {sendable(key): sendable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [sendable(item) for item in value]
+    return value
 
 
 def timestamp(seconds: float) -> Timestamp:

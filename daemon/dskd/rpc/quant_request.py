@@ -66,7 +66,7 @@ def _parsed(text: str, base: Path) -> QuantConfig:
     try:
         return parse(text, CONFIG, base)
     except ConfigError as error:
-        raise InvalidFieldsError(map(_violation, error.problems)) from error
+        raise InvalidFieldsError(map(_violation, error.problems), error.more) from error
 
 
 def _violation(problem: str) -> tuple[str, str]:

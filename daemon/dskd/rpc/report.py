@@ -20,10 +20,13 @@ from dskd.manager.types import (
     SwitchReport,
 )
 from dskd.registry import ModelEntry
-from dskd.rpc.convert import IN_FLIGHT, MODES, STATES, timestamp
+from dskd.rpc.convert import IN_FLIGHT, MODES, STATES, sendable, timestamp
 from dskquant.errors import StoreError
 from dskquant.modes import LADDER
 from dskquant.store import StoreManifest
+
+FRAME_BYTES = 8
+"""At most, in front of an entry of a list: its tag and its length."""
 
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 
@@ -33,9 +36,9 @@ def model_status(entry: ModelEntry) -> control_pb2.ModelStatus:
     status = control_pb2.ModelStatus(
         name=entry.name,
         state=STATES[entry.state],
-        reason=entry.reason,
+        reason=sendable(entry.reason),
         engine=entry.config.engine.value,
-        path=str(entry.config.path),
+        path=sendable(str(entry.config.path)),
     )
     if entry.host:
         status.architecture = entry.host.manifest.architecture
@@ -105,7 +108,9 @@ def _in_order(item: tuple[StepKind, float]) -> tuple[int, str, int]:
 
 def model_summary(entry: ModelEntry) -> control_pb2.ModelSummary:
     """One line of a list of models; one whose store cannot be read has no shape."""
-    summary = control_pb2.ModelSummary(name=entry.name, state=STATES[entry.state], path=str(entry.config.path))
+    summary = control_pb2.ModelSummary(
+        name=entry.name, state=STATES[entry.state], path=sendable(str(entry.config.path))
+    )
     if entry.host:
         now = entry.host.snapshot()
         summary.mode = MODES[now.mode]
@@ -168,24 +173,37 @@ def _mode_proofs(proofs: Iterable[ModeProof]) -> Iterator[control_pb2.ModeProof]
         )
 
 
+def history_response(entries: Iterable[HistoryEntry], most_bytes: int) -> control_pb2.GetHistoryResponse:
+    """As many of `entries`, in their order, as fit into a message of `most_bytes`; the first in any case."""
+    response = control_pb2.GetHistoryResponse()
+    left = most_bytes
+    for entry in entries:
+        message = history_entry(entry)
+        left -= message.ByteSize() + FRAME_BYTES
+        if left < 0 and response.entries:
+            break
+        response.entries.append(message)
+    return response
+
+
 def history_entry(entry: HistoryEntry) -> control_pb2.HistoryEntry:
     return control_pb2.HistoryEntry(
         sequence=entry.sequence,
         time=timestamp(entry.time),
-        model=entry.model,
-        kind=entry.kind,
-        actor=entry.actor,
+        model=sendable(entry.model),
+        kind=sendable(entry.kind),
+        actor=sendable(entry.actor),
         from_mode=MODES[entry.from_mode] if entry.from_mode else None,
         to_mode=MODES[entry.to_mode] if entry.to_mode else None,
         generation=entry.generation,
-        hash=entry.hash,
+        hash=sendable(entry.hash),
         in_flight=IN_FLIGHT[entry.in_flight] if entry.in_flight else None,
-        outcome=entry.outcome,
-        reason=entry.reason,
-        phases_ms=entry.phases_ms,
+        outcome=sendable(entry.outcome),
+        reason=sendable(entry.reason),
+        phases_ms=sendable(entry.phases_ms),
         flip_us=entry.flip_us,
         from_generation=entry.from_generation,
-        parameter_set=entry.parameter_set,
+        parameter_set=sendable(entry.parameter_set),
         proofs=_mode_proofs(entry.proofs),
     )
 
@@ -195,8 +213,8 @@ def event_message(event: Event) -> control_pb2.Event:
         sequence=event.sequence,
         time=timestamp(event.time),
         kind=event.kind,
-        model=event.model,
-        message=event.message,
+        model=sendable(event.model),
+        message=sendable(event.message),
     )
-    message.fields.update(event.fields)
+    message.fields.update(sendable(event.fields))
     return message

@@ -20,6 +20,7 @@ from dskd.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from dskd.rpc.convert import sendable
 from dskquant.errors import ParameterSetError, QuantError
 
 LONGEST_MESSAGE = 800  # bytes; message and details travel in HTTP/2 headers, which hold 8 KiB
@@ -51,7 +52,7 @@ def _details(error: Exception) -> Iterator[Message]:
     if isinstance(error, InvalidArgumentError):
         yield _bad_request([(error.field, error.description)])
     elif isinstance(error, InvalidFieldsError):
-        yield _bad_request(error.violations)
+        yield _bad_request(error.violations, error.more)
     elif isinstance(error, UnknownModelError):
         known = _cut(f"known: {', '.join(error.known) or 'none'}")
         yield details.ResourceInfo(resource_type="model", resource_name=_cut(error.name), description=known)
@@ -74,14 +75,15 @@ def _retry_info(after_s: float) -> details.RetryInfo:
     return details.RetryInfo(retry_delay=delay)
 
 
-def _bad_request(violations: Sequence[tuple[str, str]]) -> details.BadRequest:
+def _bad_request(violations: Sequence[tuple[str, str]], more: int = 0) -> details.BadRequest:
     """As many violations as the headers have room for, and how many more there are."""
     told = details.BadRequest()
-    for index, (field, description) in enumerate(violations):
+    for field, description in violations:
         if told.ByteSize() > LONGEST_VIOLATIONS:
-            told.field_violations.add(description=f"{len(violations) - index} more fields are wrong")
             break
         told.field_violations.add(field=_cut(field, LONGEST_FIELD), description=_cut(description))
+    if left := more + len(violations) - len(told.field_violations):
+        told.field_violations.add(description=f"{left} more fields are wrong")
     return told
 
 
@@ -95,5 +97,6 @@ def _attach(status: Status, detail: Message) -> None:
 
 
 def _cut(text: str, longest: int = LONGEST_MESSAGE) -> str:
+    text = sendable(text)
     encoded = text.encode()
     return text if len(encoded) <= longest else encoded[:longest].decode(errors="ignore") + "..."

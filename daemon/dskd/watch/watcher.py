@@ -25,9 +25,6 @@ from dskd.watch.target import Target
 DEBOUNCE_S = 0.05
 """Hints that come this close together lead to one look."""
 
-TOLD_PROBLEMS = 10
-"""Of one file, which may have thousands."""
-
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 
 
@@ -48,6 +45,7 @@ class Watcher:
         self._hints = Hints(self._directory, self._hint, config.polling)
         self._files = Settling(config.settle_s)
         self._damaged: set[str] = set()  # files whose present content is refused
+        self._waiting: set[str] = set()  # files that have settled and are not taken in yet
         self._held: set[str] = set()  # files that somebody has open for writing
         self._first_look: float | None = None  # when the directory was there for the first time
         self._next_look = 0.0
@@ -126,14 +124,15 @@ class Watcher:
     # Looking
 
     async def _look_or_tell(self) -> None:
-        """One look; nothing that goes wrong with it ends the watching."""
+        """One look; nothing that goes wrong with it ends the watching: the next look does what is left."""
+        retries, self._retry_asked = self._retry_asked, False
         try:
-            await self._look()
+            await self._look(retries)
         except Exception:
+            self._retry_asked |= retries
             log.exception("looking at the watched directory failed", directory=str(self._directory))
 
-    async def _look(self) -> None:
-        retries, self._retry_asked = self._retry_asked, False
+    async def _look(self, retries: bool) -> None:
         if retries:
             self._applier.retry()
         try:
@@ -150,11 +149,11 @@ class Watcher:
     async def _take_in(self, files: dict[str, FileState], retries: bool) -> None:
         now = time.monotonic()
         self._first_look = now if self._first_look is None else self._first_look
-        changed = self._changed(files, now)
+        self._waiting |= self._changed(files, now)
         if retries:
-            changed |= self._damaged - set(self._files.moving)
-        for name in sorted(changed):
-            await self._take(name, files.get(name))
+            self._waiting |= self._damaged
+        for name in sorted(self._waiting - set(self._files.moving)):
+            await self._take_or_tell(name, files.get(name))
 
     def _note_absence(self, reason: str) -> None:
         """A directory that is not there says nothing: what its files said last stays in effect."""
@@ -174,6 +173,14 @@ class Watcher:
             log.info("quant config is open for writing; waiting", file=shown(name))
         self._held = held
         return set(self._files.observe(now, identities, held))
+
+    async def _take_or_tell(self, name: str, state: FileState | None) -> None:
+        try:
+            await self._take(name, state)
+        except Exception:  # the other files are none the worse for it
+            log.exception("quant config not taken in; it is tried again", file=shown(name))
+        else:
+            self._waiting.discard(name)
 
     async def _take(self, name: str, state: FileState | None) -> None:
         """Takes in a file that has settled; None: it has gone."""
@@ -208,11 +215,17 @@ class Watcher:
 
 
 def _parse(name: str, state: FileState, directory: Path) -> QuantConfig:
+    """Raises ConfigError, whatever is wrong with the file: one file never keeps the others from being read."""
     if state.problem:
         raise ConfigError([f"{shown(name)}: {state.problem}"])
-    return quant_config.parse(state.text, shown(name), directory)
+    try:
+        return quant_config.parse(state.text, shown(name), directory)
+    except ConfigError:
+        raise
+    except Exception as error:
+        log.exception("unexpected error in a quant config", file=shown(name))
+        raise ConfigError([f"{shown(name)}: internal error ({type(error).__name__}); the log tells more"]) from error
 
 
 def _summary(error: ConfigError) -> str:
-    told, more = error.problems[:TOLD_PROBLEMS], len(error.problems) - TOLD_PROBLEMS
-    return "; ".join(told) + (f"; and {more} more" if more > 0 else "")
+    return "; ".join(error.lines)
