@@ -7,34 +7,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
-
-from numpy.typing import NDArray
 
 from dskquant.aside import check_destination, written_aside
-from dskquant.errors import EngineError, SourceError, TensorError
+from dskquant.errors import EngineError, SourceError
 from dskquant.modes import LADDER, REFERENCE, PrecisionMode
 from dskquant.parameter_set import Progress
-from dskquant.plain.load import load_plain_graph
 from dskquant.plain.maker import GraphMaker, Int8Method, Layer, Recipe, kind_of, open_maker
-from dskquant.plain.measure import answers_to, check_finite, find_batch_axis, noise_over
+from dskquant.plain.measure import find_batch_axis
 from dskquant.plain.noise import GraphNoise
-from dskquant.plain.protocol import PlainGraph, Tensors
-from dskquant.plain.samples import random_samples, read_samples, rows_of
-from dskquant.plain.store import (
-    RANDOM,
-    CalibrationData,
-    PlainGolden,
-    PlainManifest,
-    StoredGraph,
-    graph_files,
-    write_golden,
-)
+from dskquant.plain.reference import Reference, ask_reference
+from dskquant.plain.samples import DataOptions, rows_of
+from dskquant.plain.store import CalibrationData, PlainGolden, PlainManifest, StoredGraph, graph_files, write_golden
 from dskquant.store import files_sha256
 
 GOLDEN_ROWS = 4
-ALL_THREADS = 0
-NO_DATA = "inputs to calibrate and to measure with are needed: --data INPUTS.npz, or --random-data, which says little"
+LEAST_SQNR_DB = 10.0
 RANDOM_NOTE = (
     "calibrated and measured on random inputs: the figures say little about real ones, and so do the ranges of INT8"
 )
@@ -44,16 +31,12 @@ RANDOM_NOTE = (
 class PlainOptions:
     """How to convert a plain graph."""
 
-    data: Path | None = None  # an .npz file; None: random inputs
-    random_data: bool = False
-    rows: int = 64  # of the data, at most
-    seed: int = 0  # of random data
-    open_size: int = 64  # of the open dimensions of random data
+    data: DataOptions
     modes: tuple[PrecisionMode, ...] | None = None  # None: all that can be made
     int8: Int8Method | None = None  # None: what suits the graph
-    block_size: int = 32
-    keep_float: tuple[str, ...] = ()  # names of layers, or patterns
-    min_sqnr_db: float = 10.0  # noisier modes are not made
+    block_size: int = 32  # weights of INT4 that share a scale
+    keep_float: tuple[str, ...] = ()  # names of layers, or patterns, that INT8 and INT4 leave in float
+    min_sqnr_db: float = LEAST_SQNR_DB  # noisier modes are not made
     name: str | None = None  # None: the name of the source
     replace: bool = False
 
@@ -66,15 +49,6 @@ class PlainConversion:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """FP32: what every mode is measured against."""
-
-    samples: Sequence[Tensors]
-    answers: Sequence[dict[str, NDArray[Any]]]
-    graph: PlainGraph
-
-
 def convert_plain(source: Path, store: Path, options: PlainOptions, progress: Progress) -> PlainConversion:
     """Makes a store of the graph at `source`, an ONNX file or an OpenVINO IR (`.xml`).
 
@@ -83,12 +57,11 @@ def convert_plain(source: Path, store: Path, options: PlainOptions, progress: Pr
     """
     store = store.resolve()
     check_destination(store, options.replace)
-    check_data(options)
     with TemporaryDirectory(prefix="dskquant-") as scratch, written_aside(store) as partial:
         maker = open_maker(source, Path(scratch))
         path = partial / f"{REFERENCE.value}{maker.suffix}"
         maker.copy(path)
-        reference = run_reference(maker, path, options)
+        reference = ask_reference(maker.engine, path, options.data.samples)
         batch_axis = find_batch_axis(reference.graph, reference.samples, reference.answers)
         write_golden(partial, _golden(reference, batch_axis))
         graphs = {REFERENCE: _stored(path, "as given", None)}
@@ -100,52 +73,15 @@ def convert_plain(source: Path, store: Path, options: PlainOptions, progress: Pr
             reference.graph.inputs,
             reference.graph.outputs,
             graphs | made,
-            CalibrationData(options.data.name if options.data else RANDOM, len(reference.samples)),
+            CalibrationData(options.data.source, len(reference.samples)),
         )
         manifest.write(partial)
-    return PlainConversion(manifest, ((RANDOM_NOTE,) if options.data is None else ()) + notes)
-
-
-def check_data(options: PlainOptions) -> None:
-    """Raises SourceError unless the data is a file, or meant to be random."""
-    if options.data is None and not options.random_data:
-        raise SourceError(NO_DATA)
-    if options.data is not None and options.data.suffix != ".npz":
-        raise SourceError(f"{options.data}: not an .npz file")
-
-
-def run_reference(maker: GraphMaker, path: Path, options: PlainOptions) -> Reference:
-    """Asks the graph at `path`, FP32, for its answers to the data."""
-    graph = load_plain_graph(maker.engine, path, ALL_THREADS)
-    if options.data is None:
-        samples = random_samples(graph.inputs, options.rows, options.open_size, options.seed)
-    else:
-        samples = read_samples(options.data, graph.inputs, options.rows)
-    answers = answers_to(graph, samples)
-    try:
-        check_finite(answers)
-    except TensorError as error:
-        raise SourceError(f"{path.name}, the graph as it was given: {error}") from error
-    return Reference(samples, answers, graph)
+    return PlainConversion(manifest, ((RANDOM_NOTE,) if manifest.calibration.is_random else ()) + notes)
 
 
 def recipe_of(maker: GraphMaker, options: PlainOptions) -> Recipe:
     method = options.int8 or kind_of(maker.operators, maker.layers).int8
     return Recipe(method, options.block_size, _kept_layers(maker.layers, options.keep_float))
-
-
-def measured(path: Path, maker: GraphMaker, reference: Reference) -> GraphNoise:
-    """The noise of the graph at `path`, on the engine that computed the reference.
-
-    Raises EngineError where that cannot run it, or its answers cannot be compared.
-    """
-    graph = load_plain_graph(maker.engine, path, ALL_THREADS)
-    if (graph.inputs, graph.outputs) != (reference.graph.inputs, reference.graph.outputs):
-        raise EngineError(f"{path.name}: its inputs or outputs are not those of FP32")
-    try:
-        return noise_over(reference.answers, answers_to(graph, reference.samples))
-    except TensorError as error:
-        raise EngineError(f"{path.name}: {error}") from error
 
 
 def _make_modes(
@@ -177,7 +113,7 @@ def _make(
 ) -> StoredGraph:
     path = directory / f"{mode.value}{maker.suffix}"
     method = maker.make(mode, recipe, reference.samples, path)
-    noise = measured(path, maker, reference)
+    noise = reference.noise_of(reference.load(path), path.name)
     if noise.sqnr_db < min_sqnr_db:
         raise EngineError(f"too noisy: {noise.sqnr_db:.1f} dB on the data, where --min-sqnr asks for {min_sqnr_db:g}")
     return _stored(path, method, noise)

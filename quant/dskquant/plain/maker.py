@@ -53,7 +53,7 @@ class Recipe:
 
     int8: Int8Method
     block_size: int = 32  # weights of INT4 that share a scale
-    keep_float: frozenset[str] = frozenset()  # names of layers that are not quantized
+    keep_float: frozenset[str] = frozenset()  # names of layers that INT8 and INT4 leave as they are
 
     def told(self, method: str) -> str:
         """`method` and what was left out."""

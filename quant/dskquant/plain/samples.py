@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,30 @@ from numpy.typing import NDArray
 from dskquant.errors import SourceError, TensorError
 from dskquant.plain.npz import load_npz
 from dskquant.plain.protocol import Tensors, TensorSpec
+from dskquant.plain.store import RANDOM
 
 MOST_DATA_BYTES = 8 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """Where samples come from."""
+
+    path: Path | None  # an .npz file; None: random
+    rows: int = 64  # samples at most
+    open_size: int = 64  # of the open dimensions of random samples, but the first
+    seed: int = 0  # of random samples
+
+    @property
+    def source(self) -> str:
+        """As the manifest of a store tells it."""
+        return self.path.name if self.path else RANDOM
+
+    def samples(self, specs: Sequence[TensorSpec]) -> list[Tensors]:
+        """For a graph with inputs of `specs`. Raises what `read_samples` raises."""
+        if self.path is None:
+            return random_samples(specs, self.rows, self.open_size, self.seed)
+        return read_samples(self.path, specs, self.rows)
 
 
 def read_samples(path: Path, specs: Sequence[TensorSpec], most: int) -> list[Tensors]:
@@ -22,6 +45,8 @@ def read_samples(path: Path, specs: Sequence[TensorSpec], most: int) -> list[Ten
     Where an input has an open first dimension, or one of 1, a row is what it takes without that dimension; any input
     may have its rows along a dimension more. Raises SourceError, naming file and input.
     """
+    if path.suffix != ".npz":
+        raise SourceError(f"{path}: not an .npz file")
     arrays = load_npz(path, MOST_DATA_BYTES, SourceError)
     try:
         _check_names(specs, arrays)

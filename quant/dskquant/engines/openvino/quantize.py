@@ -51,8 +51,6 @@ class IRMaker:
             raise EngineError(f"{self._source}: cannot be quantized: {type(error).__name__}: {error}") from error
 
     def _make_fp16(self, recipe: Recipe, samples: Sequence[Tensors], path: Path) -> str:
-        if recipe.keep_float:
-            raise EngineError("an IR is compressed to float16 as a whole: leave no layers out")
         ov.save_model(self._read(), path, compress_to_fp16=True)
         return "float16 weights"
 
