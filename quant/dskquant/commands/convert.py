@@ -12,7 +12,7 @@ from typing import Any
 
 from dskquant.commands.plain_options import (
     add_data_options,
-    add_recipe_options,
+    add_int8_options,
     data_options,
     finite,
     is_plain_source,
@@ -27,6 +27,8 @@ from dskquant.floats import NUMPY_FLOATS
 from dskquant.plain.convert import LEAST_SQNR_DB, PlainOptions, convert_plain
 from dskquant.scheme import GROUP_SIZES, Scheme
 from dskquant.store import StoreManifest
+
+ROWS = 64
 
 DESCRIPTION = """\
 Converts a model into a model store: a standard stateful OpenVINO IR in the dtype of the
@@ -107,9 +109,16 @@ def _add_language_options(group: argparse._ArgumentGroup) -> list[argparse.Actio
 
 def _add_plain_options(group: argparse._ArgumentGroup) -> list[argparse.Action]:
     return [
-        *add_data_options(group),
+        *add_data_options(group, ROWS),
         group.add_argument("--modes", type=modes, help="comma-separated (default: all that can be made)"),
-        *add_recipe_options(group),
+        *add_int8_options(group),
+        group.add_argument(
+            "--keep-float",
+            metavar="NODE,...",
+            action="append",
+            default=[],
+            help="layers that INT8 and INT4 leave in float, by name or pattern; `recommend` finds them; repeatable",
+        ),
         group.add_argument(
             "--min-sqnr",
             metavar="DB",

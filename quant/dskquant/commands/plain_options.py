@@ -29,7 +29,7 @@ def is_plain_source(path: Path) -> bool:
     return path.suffix in PLAIN_SUFFIXES
 
 
-def add_data_options(group: argparse._ArgumentGroup) -> list[argparse.Action]:
+def add_data_options(group: argparse._ActionsContainer, rows: int) -> list[argparse.Action]:
     defaults = DataOptions(None)
     return [
         group.add_argument(
@@ -46,13 +46,11 @@ def add_data_options(group: argparse._ArgumentGroup) -> list[argparse.Action]:
         group.add_argument(
             "--seed", type=_number, default=defaults.seed, help="of --random-data (default: %(default)s)"
         ),
-        group.add_argument(
-            "--rows", type=_count, default=defaults.rows, help="of the data, at most (default: %(default)s)"
-        ),
+        group.add_argument("--rows", type=_count, default=rows, help="of the data, at most (default: %(default)s)"),
     ]
 
 
-def add_recipe_options(group: argparse._ArgumentGroup) -> list[argparse.Action]:
+def add_int8_options(group: argparse._ActionsContainer) -> list[argparse.Action]:
     return [
         group.add_argument(
             "--int8",
@@ -68,13 +66,6 @@ def add_recipe_options(group: argparse._ArgumentGroup) -> list[argparse.Action]:
             choices=BLOCK_SIZES,
             default=32,
             help="weights of INT4 that share a scale (default: %(default)s)",
-        ),
-        group.add_argument(
-            "--keep-float",
-            metavar="NODE,...",
-            action="append",
-            default=[],
-            help="layers that INT8 and INT4 leave in float, by name or pattern; `recommend` finds them; repeatable",
         ),
     ]
 

@@ -23,7 +23,7 @@ class DataOptions:
     """Where samples come from."""
 
     path: Path | None  # an .npz file; None: random
-    rows: int = 64  # samples at most
+    rows: int = 64  # samples, at most
     open_size: int = 64  # of the open dimensions of random samples, but the first
     seed: int = 0  # of random samples
 
