@@ -1,4 +1,4 @@
-"""What docs/plain-graphs.md and the README tell to type works, in that order, on a real detector."""
+"""What docs/plain-graphs.md and the README tell to type works, in that order, on real graphs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from plain_models import DETECTOR, pages, present, saved
+from plain_models import DETECTOR, MAGIKA, Arrays, files, pages, present, saved
 from test_readme import README, command_lines
 
 from dskquant.cli import main
@@ -16,11 +16,17 @@ GUIDE = (Path(__file__).parents[1] / "docs" / "plain-graphs.md").read_text(encod
 SECTION = README.partition("### Other graphs")[2].partition("\n## ")[0]
 
 
-@pytest.mark.parametrize("text", [GUIDE, SECTION], ids=["guide", "readme"])
-def test_every_command_runs(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("text", "graph", "data"),
+    [(GUIDE, DETECTOR, pages(1, size=96)), (SECTION, MAGIKA, files(4))],
+    ids=["guide", "readme"],
+)
+def test_every_command_runs(
+    text: str, graph: Path, data: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copyfile(present(DETECTOR), "detector.onnx")
-    saved(Path("inputs.npz"), pages(2))
+    shutil.copyfile(present(graph), "detector.onnx")
+    saved(Path("inputs.npz"), data)
     commands = list(command_lines(text))
     assert len(commands) >= 3
     for _, *arguments in commands:

@@ -24,8 +24,8 @@ WIDTH = 32
 
 
 def outlier_graph(path: Path) -> Path:
-    """Five products, of which the third reads 500 times as much in one column as in the others, and weights it with
-    nothing: quantized, the other columns lose all their bits.
+    """Five products, of which the second writes one column 500 times as large as the others, and the third weights it
+    with nothing: quantized, what lies between them loses all the bits that matter.
     """
     random = np.random.default_rng(0)
     weights = {f"w{n}": random.standard_normal((WIDTH, WIDTH)).astype(np.float32) / WIDTH**0.5 for n in range(5)}
@@ -35,7 +35,7 @@ def outlier_graph(path: Path) -> Path:
         helper.make_node("MatMul", [f"x{n}" if n else "x", f"w{n}"], [f"x{n + 1}" if n < 4 else "y"], name=f"layer{n}")
         for n in range(5)
     ]
-    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", WIDTH]) for name in ("x", "y")]
+    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", 1, WIDTH]) for name in ("x", "y")]
     initializers = [numpy_helper.from_array(value, name) for name, value in weights.items()]
     graph = helper.make_graph(nodes, "outlier", tensors[:1], tensors[1:], initializers)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
@@ -53,17 +53,17 @@ def sqnr_db(reference: list[dict[str, NDArray[Any]]], answers: list[dict[str, ND
     return float(10 * np.log10((r**2).sum() / ((r - a) ** 2).sum()))
 
 
-def test_the_layer_that_makes_the_noise_is_found_and_left_in_float(
+def test_the_layers_that_make_the_noise_are_found_and_left_in_float(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, arrays = outlier_graph(tmp_path / "g.onnx"), {"x": np.random.default_rng(1).standard_normal((16, WIDTH))}
-    arrays = {"x": arrays["x"].astype(np.float32)}
+    path = outlier_graph(tmp_path / "g.onnx")
+    arrays = {"x": np.random.default_rng(1).standard_normal((16, 1, WIDTH)).astype(np.float32)}
     data = saved(tmp_path / "data.npz", arrays)
     report = recommended(capsys, path, "--data", data)
     noise = {group["layers"][0]: group["sqnr_db"] for group in report["sensitivity"]}
     assert list(noise) == [f"layer{n}" for n in range(5)]
-    assert min(noise, key=noise.__getitem__) == "layer2"
-    assert report["keep_float"] == ["layer2"]
+    assert {name for name, db in noise.items() if db < 20} == {"layer1", "layer2"}
+    assert report["keep_float"] == ["layer1", "layer2"]
     (mixed,) = (each for each in report["modes"] if each["name"] == "int8, mixed" and each["engine"] == "onnxruntime")
     assert mixed["noise"]["sqnr_db"] >= 20
     arguments = ["--data", str(data), "--keep-float", ",".join(report["keep_float"]), "--modes", "int8", "--quiet"]
@@ -73,7 +73,7 @@ def test_the_layer_that_makes_the_noise_is_found_and_left_in_float(
 
 
 def test_a_real_detector_is_measured_on_both_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = saved(tmp_path / "pages.npz", pages(3))
+    data = saved(tmp_path / "pages.npz", pages(2, size=96))
     report = recommended(capsys, present(DETECTOR), "--data", data)
     assert (report["kind"], report["layers"], report["operators"]["Conv"]) == ("convolutional", 62, 62)
     measured = {(each["name"], each["engine"]) for each in report["modes"]}
@@ -91,7 +91,9 @@ def test_a_store_is_measured_as_it_is(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     path = outlier_graph(tmp_path / "g.onnx")
-    data = saved(tmp_path / "data.npz", {"x": np.random.default_rng(1).standard_normal((6, WIDTH)).astype(np.float32)})
+    data = saved(
+        tmp_path / "data.npz", {"x": np.random.default_rng(1).standard_normal((6, 1, WIDTH)).astype(np.float32)}
+    )
     store = tmp_path / "store"
     assert main(["convert", str(path), "-o", str(store), "--data", str(data), "--modes", "fp16", "--quiet"]) == 0
     before = sorted(path.name for path in store.iterdir())
@@ -137,6 +139,6 @@ def test_advice_follows_from_the_figures(figures: list[Figures], best: str, reas
 
 def test_layers_to_keep_become_an_option_of_convert() -> None:
     advice = advise(GraphKind.CONVOLUTIONAL, LAYERS, [FP32, INT8], ("a", "c"))
-    assert "leaving 2 of 3 layers in float brings INT8 to 20 dB: dskquant convert ... --keep-float 'a,c'" in (
+    assert "leaving 2 of 3 layers in float makes INT8 exact enough: dskquant convert ... --keep-float 'a,c'" in (
         advice.reasons
     )
