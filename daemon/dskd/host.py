@@ -1,4 +1,4 @@
-"""A loaded model as the server knows it: of a language model (`dskd.model_host`), of a plain graph (`dskd.plain.host`)."""
+"""What the server knows of a loaded model; `dskd.model_host` and `dskd.plain.host` implement it."""
 
 from __future__ import annotations
 

@@ -35,15 +35,16 @@ class InferStream:
         self._free = asyncio.Semaphore(MOST_OPEN)
         self._sending = asyncio.Lock()  # one response at a time, says gRPC
         self._answers: set[asyncio.Task[None]] = set()
-        self._newest: asyncio.Task[None] | None = None
+        self._newest: dict[str, asyncio.Task[None]] = {}  # by model: the answer to its newest request
 
     async def run(self, requests: AsyncIterator[infer_pb2.ModelInferRequest]) -> None:
         """Answers all `requests`. When that is cancelled, or one of them cannot be read, the open ones are too."""
         try:
             async for request in requests:
                 await self._free.acquire()
-                answer = asyncio.create_task(self._answer(request, self._newest), name="stream answer")
-                self._newest = answer
+                before = self._newest.get(request.model_name)
+                answer = asyncio.create_task(self._answer(request, before), name="stream answer")
+                self._newest[request.model_name] = answer
                 self._answers.add(answer)
                 answer.add_done_callback(self._ended)
             await asyncio.gather(*self._answers)
@@ -59,7 +60,7 @@ class InferStream:
             self._answers.discard(answer)
 
     async def _answer(self, request: infer_pb2.ModelInferRequest, before: asyncio.Task[None] | None) -> None:
-        """`before` answers the request that came before this one."""
+        """`before` answers the request to the same model that came before this one."""
         name_request()
         started, code = time.monotonic(), grpc.StatusCode.CANCELLED
         try:
