@@ -118,8 +118,14 @@ def daemon_process(models: Mapping[str, Mapping[str, Any]], **server: Any) -> It
 
 
 def _toml_table(name: str, values: Mapping[str, Any]) -> str:
+    return "\n".join([f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in values.items()), ""])
+
+
+def _toml_value(value: Any) -> str:
     """JSON's strings, numbers, booleans and lists are TOML's too."""
-    return "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), ""])
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key} = {_toml_value(item)}' for key, item in value.items())} }}"
+    return json.dumps(value)
 
 
 def _json_line(line: str) -> dict[str, Any]:

@@ -140,6 +140,7 @@ class ModelManager(ABC):
             self._follow,
             self._check_monitor,
             self._require_state_dir,
+            self.measure,
         )
         self._start_monitor(parts.proofs_are_absolute)
         retention = Retention(self._config.resident, self._config.on_demand_ttl_s, self._config.keep_previous_s)
@@ -324,6 +325,7 @@ class ModelManager(ABC):
             kv_cache_bytes=self._kv_cache_bytes,
             change_in_progress=", ".join(f"preparing {name}" for name in self._residency.in_preparation),
             second=self._second_state(now.generation),
+            measure=self.measure,
         )
 
     def _generation_state(self, kept: KeptGeneration, now: Serving) -> GenerationState:

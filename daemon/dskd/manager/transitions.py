@@ -26,6 +26,7 @@ from dskd.manager.parts import ModelBuilder, ModelCatalogue, ModelLoop, Overtaki
 from dskd.manager.residency import Residency
 from dskd.manager.state_file import Committed, KeptGeneration
 from dskd.manager.types import Change, ChangeReport, HistoryEntry, ModeProof
+from dskd.monitor.states import NoiseMeasure
 from dskd.priority import lower_priority
 from dskquant.modes import LADDER, QUANTIZED, PrecisionMode
 
@@ -87,6 +88,7 @@ class Transitions:
         on_commit: Callable[[], None],
         check_monitor: Callable[[Mapping[str, Any]], None],
         require_state_dir: Callable[[], None],
+        measure: NoiseMeasure,
     ) -> None:
         """`on_commit` is called when `serving` has changed.
 
@@ -97,6 +99,7 @@ class Transitions:
         self._on_commit = on_commit
         self._check_monitor = check_monitor
         self._require_state_dir = require_state_dir
+        self._measure = measure
         self._model = model
         self._config = config
         self._catalogue = catalogue
@@ -440,7 +443,13 @@ class Transitions:
         before = self._kl_now()
         after = self._residency.proofs(plan.target)
         return tuple(
-            ModeProof(mode, before.get(mode), after[mode].divergence.mean_kl, after[mode].divergence.agreement)
+            ModeProof(
+                mode,
+                before.get(mode),
+                after[mode].divergence.mean_kl,
+                after[mode].divergence.agreement,
+                self._measure,
+            )
             for mode in LADDER
             if mode in QUANTIZED and mode in after
         )
