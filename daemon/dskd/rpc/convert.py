@@ -40,10 +40,9 @@ FALLBACK_STATES = {
     FallbackState.TRIPPED: control_pb2.FALLBACK_STATE_TRIPPED,
     FallbackState.COOLING: control_pb2.FALLBACK_STATE_COOLING,
 }
-MEASURES = {
-    NoiseMeasure.KL: control_pb2.NOISE_MEASURE_UNSPECIFIED,
-    NoiseMeasure.NOISE_TO_SIGNAL: control_pb2.NOISE_MEASURE_NOISE_TO_SIGNAL,
-}
+MEASURES = {NoiseMeasure.NOISE_TO_SIGNAL: control_pb2.NOISE_MEASURE_NOISE_TO_SIGNAL}
+"""KL is told by telling none."""
+
 _MODE_OF: dict[int, PrecisionMode] = {number: mode for mode, number in MODES.items()}
 _IN_FLIGHT_OF: dict[int, InFlight] = {number: word for word, number in IN_FLIGHT.items()}
 

@@ -19,7 +19,7 @@ def noise_response(model: str, noise: NoiseSnapshot) -> control_pb2.GetNoiseResp
         lowered=noise.lowered,
         pin=MODES[noise.pin] if noise.pin else None,
         escalated_requests=noise.escalated_requests,
-        measure=MEASURES[noise.measure],
+        measure=MEASURES.get(noise.measure),
     )
 
 

@@ -64,7 +64,8 @@ def _add_snapshot(status: control_pb2.ModelStatus, now: ManagerSnapshot) -> None
     status.kv_blocks_free = now.loop.blocks_free
     status.kv_cache_bytes = now.kv_cache_bytes
     status.change_in_progress = now.change_in_progress
-    status.measure = MEASURES[now.measure]
+    if now.measure in MEASURES:
+        status.measure = MEASURES[now.measure]
     if now.second:
         status.second_engine.CopyFrom(_second_engine(now.second, now.loop))
     for state in now.modes:
@@ -183,7 +184,7 @@ def _mode_proofs(proofs: Iterable[ModeProof]) -> Iterator[control_pb2.ModeProof]
             kl_before=proof.kl_before,
             kl_after=proof.kl_after,
             agreement=proof.agreement,
-            measure=MEASURES[proof.measure],
+            measure=MEASURES.get(proof.measure),
         )
 
 
