@@ -182,9 +182,7 @@ def test_everybody_gets_the_answer_to_his_own_request_from_the_graph_it_names(
     for one in entries:
         answer = bench.answer(one)
         assert one.request.precision in (None, answer.mode)
-        np.testing.assert_array_equal(
-            answer.tensors["x"], one.request.tensors["x"] * np.float32(FACTORS[answer.mode])
-        )
+        np.testing.assert_array_equal(answer.tensors["x"], one.request.tensors["x"] * np.float32(FACTORS[answer.mode]))
         assert answer.batch_rows <= max(max_size, one.rows)
 
 

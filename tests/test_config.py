@@ -85,11 +85,9 @@ def test_the_example_shows_every_key_with_its_default(monkeypatch: pytest.Monkey
     assert set(table["models"]["smollm2"]["proof"]) == {item.name for item in dataclasses.fields(ProofConfig)}
 
 
-def test_the_example_shows_every_key_of_batching_with_its_default() -> None:
-    (text,) = re.findall(
-        r"^#: \[models.smollm2.batching\]\n((?:#: .*\n?)+)", (ETC / "dskd.toml").read_text(), re.MULTILINE
-    )
-    table = tomli.loads(text.replace("#: ", ""))
+def test_the_example_tells_every_key_of_batching_with_its_default() -> None:
+    told = re.findall(r"^#   ([a-z_]+ = \S+)", (ETC / "dskd.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    table = tomli.loads("\n".join(told))
     shown = build_config({"models": {"m": {"path": "m", "batching": table}}}, ETC)
     assert shown.models["m"].batching == BatchingConfig()
     assert set(table) == {item.name for item in dataclasses.fields(BatchingConfig)}

@@ -14,7 +14,7 @@ from dskd.manager.build import timed
 from dskd.manager.measuring import InTurn
 from dskd.manager.parts import Build, Overtaking
 from dskd.manager.proof import Proof, db_of_ratio, ratio_of_db
-from dskd.plain.generation import PlainGeneration, PlainSet
+from dskd.plain.generation import PlainGeneration, PlainSet, modes_of
 from dskd.plain.served_graph import ServedGraph
 from dskd.priority import at_once, lower_priority, when_idle
 from dskquant.divergence import Divergence
@@ -152,7 +152,7 @@ def stored_graph(parameters: PlainSet, mode: PrecisionMode) -> StoredGraph:
     """Raises FailedPreconditionError when the store does not have `mode`."""
     graphs = parameters.manifest.graphs
     if mode not in graphs:
-        known = ", ".join(known.value for known in graphs)
+        known = modes_of(parameters.manifest)
         raise FailedPreconditionError(mode.value, f"{parameters.directory} has no {mode.value} graph; it has: {known}")
     return graphs[mode]
 

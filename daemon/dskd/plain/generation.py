@@ -9,13 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dskd.manager.proof import ratio_of_db
-from dskquant.modes import PrecisionMode
+from dskquant.modes import LADDER, PrecisionMode
 from dskquant.plain.store import PlainManifest
 from dskquant.scheme import LayerRule
 from dskquant.store import MANIFEST, file_sha256
 
 LIVE_MARGIN = 2.0
 """Live inputs are not those that the noise was measured on: they may be this much noisier with nothing being wrong."""
+
+
+def modes_of(manifest: PlainManifest) -> str:
+    """The modes of a store in words, the least exact first."""
+    return ", ".join(mode.value for mode in LADDER if mode in manifest.graphs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dskd.manager.history import History
 from dskd.manager.types import Change, ChangeReport, ManagerSnapshot, SwitchReport
 from dskd.monitor.metrics import EventMetrics
 from dskd.monitor.types import NoiseSnapshot
+from dskd.plain.generation import modes_of
 from dskd.plain.manager import PlainManager
 from dskd.plain.request import TensorAnswer, TensorRequest
 from dskquant.modes import REFERENCE, PrecisionMode
@@ -98,6 +99,6 @@ def effective_config(config: ModelConfig, manifest: PlainManifest) -> ModelConfi
         config = replace(config, default_mode=first, resident=tuple(dict.fromkeys((first, REFERENCE))))
     missing = [mode.value for mode in config.resident if mode not in manifest.graphs]
     if missing:
-        known = ", ".join(mode.value for mode in manifest.graphs)
+        known = modes_of(manifest)
         raise FailedPreconditionError("resident", f"{config.path} has no {', '.join(missing)}; it has: {known}")
     return config

@@ -14,6 +14,7 @@ from dskapi.open_inference import infer_pb2
 from dskapi.v1 import inference_pb2
 from dskd.errors import DskdError, InvalidArgumentError
 from dskd.host import PlainHost, is_plain
+from dskd.plain.generation import modes_of
 from dskd.plain.request import TensorAnswer, TensorRequest
 from dskd.registry import ModelEntry, ModelRegistry
 from dskd.rpc.gate import Gate
@@ -88,7 +89,7 @@ def tensor_request(request: infer_pb2.ModelInferRequest, host: PlainHost, reques
     given = parameter_values(request.parameters, KINDS)
     precision = chosen_precision(given)
     if precision is not None and precision not in host.manifest.graphs:
-        known = ", ".join(mode.value for mode in host.manifest.graphs)
+        known = modes_of(host.manifest)
         raise InvalidArgumentError("parameters.precision", f"the model has no {precision.value}; it has: {known}")
     return TensorRequest(request_id, read_tensors(request, host.manifest.inputs, host.manifest.batch_axis), precision)
 
