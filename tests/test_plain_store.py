@@ -173,7 +173,10 @@ BAD_GOLDEN: list[tuple[Callable[[Path], Any], str]] = [
     (golden_of(**{"in.x": X}), "y: is missing"),
     (golden_of(**{"in.x": X, "out.y": Y.astype(np.float64)}), "y: float64 is not allowed"),
     (golden_of(**{"in.x": X, "out.y": Y[:1]}), "its arrays have different numbers of rows: 1, 2"),
-    (golden_of(**{"in.x": np.array([object()]), "out.y": Y}), "damaged: Object arrays cannot be loaded"),
+    (
+        golden_of(**{"in.x": np.array([object()]), "out.y": Y}),
+        "damaged, or no .npz file: Object arrays cannot be loaded",
+    ),
 ]
 
 

@@ -10,7 +10,6 @@ STORE/
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from dskquant.errors import StoreError, TensorError
 from dskquant.modes import REFERENCE, PrecisionMode
 from dskquant.plain.manifest_fields import ManifestFields, read_json
 from dskquant.plain.noise import MOST_DB, GraphNoise
+from dskquant.plain.npz import load_npz
 from dskquant.plain.protocol import Tensors, TensorSpec, check_tensors
 from dskquant.store import MANIFEST, files_sha256
 
@@ -43,6 +43,11 @@ DTYPES = {name: np.dtype(name) for name in ("bool", "float16", "float32", "float
 }
 
 
+def graph_files(path: Path) -> tuple[Path, ...]:
+    """The files of the graph at `path`: an IR has two."""
+    return (path, path.with_suffix(".bin")) if path.suffix == ".xml" else (path,)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredGraph:
     """One precision mode of a store."""
@@ -55,8 +60,7 @@ class StoredGraph:
 
     def files(self, directory: Path) -> tuple[Path, ...]:
         """What `sha256` and `nbytes` are of."""
-        path = directory / self.file
-        return (path, path.with_suffix(".bin")) if path.suffix == ".xml" else (path,)
+        return graph_files(directory / self.file)
 
     def verify(self, directory: Path) -> None:
         """Raises StoreError when a file is missing, or is not the one that was written."""
@@ -110,7 +114,11 @@ class PlainManifest:
         )
 
     def write(self, directory: Path) -> None:
-        raw = {
+        (directory / MANIFEST).write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
+
+    def as_json(self) -> dict[str, Any]:
+        """What stands in the manifest."""
+        return {
             "format": FORMAT,
             "version": VERSION,
             "name": self.name,
@@ -121,7 +129,6 @@ class PlainManifest:
             "graphs": {mode.value: asdict(graph) for mode, graph in self.graphs.items()},
             "calibration": asdict(self.calibration),
         }
-        (directory / MANIFEST).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +157,7 @@ def write_golden(directory: Path, golden: PlainGolden) -> None:
 def read_golden(directory: Path) -> PlainGolden:
     """Raises StoreError when it is missing or damaged, or does not fit the manifest, which is read too."""
     manifest, path = PlainManifest.read(directory), directory / GOLDEN
-    tensors = _load_npz(path)
+    tensors = load_npz(path, MOST_GOLDEN_BYTES, StoreError)
     inputs = {name[len(INPUT_PREFIX) :]: array for name, array in tensors.items() if name.startswith(INPUT_PREFIX)}
     outputs = {name[len(OUTPUT_PREFIX) :]: array for name, array in tensors.items() if name.startswith(OUTPUT_PREFIX)}
     if len(inputs) + len(outputs) != len(tensors):
@@ -162,21 +169,6 @@ def read_golden(directory: Path) -> PlainGolden:
         raise StoreError(f"{path}: {error}") from error
     _check_rows(path, manifest, {**inputs, **outputs})
     return PlainGolden(inputs, outputs)
-
-
-def _load_npz(path: Path) -> dict[str, NDArray[Any]]:
-    try:
-        with zipfile.ZipFile(path) as archive:  # asked first: a few bytes may unpack to any size
-            if sum(member.file_size for member in archive.infolist()) > MOST_GOLDEN_BYTES:
-                raise StoreError(f"{path}: unpacks to more than {MOST_GOLDEN_BYTES >> 20} MiB")
-        with np.load(path, allow_pickle=False) as arrays:
-            return dict(arrays)
-    except FileNotFoundError:
-        raise StoreError(f"{path}: missing") from None
-    except StoreError:
-        raise
-    except Exception as error:  # the libraries have a dozen unrelated types for it
-        raise StoreError(f"{path}: damaged: {error}") from error
 
 
 def _check_rows(path: Path, manifest: PlainManifest, tensors: Tensors) -> None:
