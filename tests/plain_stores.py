@@ -1,7 +1,9 @@
-"""Stores of plain graphs for tests: a tiny one whose modes can be told apart by value, and real ones."""
+"""Stores of plain graphs for tests: a tiny one whose modes can be told apart by value, and damaged ones."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,26 +56,27 @@ def scaling_store(directory: Path, factors: Mapping[PrecisionMode, float] = FACT
     return written(directory, scaling_inputs(8))
 
 
-def dynamic_store(source: Path, directory: Path, inputs: Tensors, damage: float = 0.0) -> Path:
-    """A store of a real graph with INT8 weights; `damage` adds noise to them, relative to their standard deviation."""
-    directory.mkdir(parents=True)
-    model = onnx.load(source)
-    onnx.save(model, directory / "fp32.onnx")
-    if damage:
-        _damage(model, damage)
-    onnx.save(model, directory / "damaged.onnx")
-    quantize_dynamic(directory / "damaged.onnx", directory / "int8.onnx", weight_type=QuantType.QInt8)
-    (directory / "damaged.onnx").unlink()
-    return written(directory, inputs)
+def with_damaged_int8(store: Path, directory: Path, strength: float = 1.0) -> Path:
+    """A copy of `store` whose INT8 weights are another model's, nearly; its manifest tells nothing of that.
 
-
-def _damage(model: onnx.ModelProto, damage: float) -> None:
+    `strength` is the noise in the weight matrices, relative to their standard deviation.
+    """
+    shutil.copytree(store, directory)
+    model = onnx.load(directory / "fp32.onnx")
     random = np.random.default_rng(0)
     for tensor in model.graph.initializer:
         if tensor.data_type == TensorProto.FLOAT and len(tensor.dims) == 2:
             values = numpy_helper.to_array(tensor)
-            noise = random.standard_normal(values.shape, np.float32) * values.std() * damage
+            noise = random.standard_normal(values.shape, np.float32) * values.std() * np.float32(strength)
             tensor.CopyFrom(numpy_helper.from_array(values + noise, tensor.name))
+    onnx.save(model, directory / "noisy.onnx")
+    quantize_dynamic(directory / "noisy.onnx", directory / "int8.onnx", weight_type=QuantType.QInt8)
+    (directory / "noisy.onnx").unlink()
+    manifest = json.loads((directory / "manifest.json").read_text())
+    found = directory / "int8.onnx"
+    manifest["graphs"]["int8"] |= {"sha256": files_sha256([found]), "nbytes": found.stat().st_size}
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    return directory
 
 
 def written(directory: Path, inputs: Tensors) -> Path:
