@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
 import pytest
 from google.rpc import error_details_pb2
+from rich.console import Console, RenderableType
 from tests.daemon_process import refusal
 from tests.fake_host import Service, asynchronous
 from tests.plain_daemon import label_of, outputs_of, raw_request, serving_plain, stub
@@ -20,6 +22,9 @@ from tests.plain_stores import FACTORS, scaling_inputs, scaling_store
 
 from dskapi.open_inference import model_config_pb2, service_pb2, statistics_pb2
 from dskapi.v1 import common_pb2, control_pb2, inference_pb2
+from dskctl import noise_view
+from dskctl.verbs import status as status_verb
+from dskd import doctor
 from dskd.config import BatchingConfig, EngineUse, ModelConfig, ProofConfig
 from dskd.errors import EXPECTED_ERRORS
 from dskd.monitor.config import MonitorConfig
@@ -74,6 +79,13 @@ async def history(service: Service) -> list[control_pb2.HistoryEntry]:
     return list((await service.control.GetHistory(control_pb2.GetHistoryRequest())).entries)
 
 
+def as_people_see(shown: RenderableType) -> str:
+    """What `dskctl` prints."""
+    console = Console(file=io.StringIO(), width=200)
+    console.print(shown)
+    return cast(io.StringIO, console.file).getvalue()
+
+
 def is_by(mode: PrecisionMode, answer: tuple[str, float], factor: float | None = None) -> None:
     assert answer[0] == mode.value
     assert answer[1] == pytest.approx(FACTORS[mode] if factor is None else factor, rel=1e-6)
@@ -118,6 +130,8 @@ async def test_a_model_tells_its_tensors_its_batches_and_its_requests(tmp_path: 
         response = await stub(service).ModelStatistics(statistics_pb2.ModelStatisticsRequest(name="tiny"))
         status = (await service.control.GetStatus(control_pb2.GetStatusRequest())).models[0]
         (listed,) = (await service.control.ListModels(control_pb2.ListModelsRequest())).models
+        whole = await service.control.GetStatus(control_pb2.GetStatusRequest())
+    assert "int4 26.0 dB, int8 46.0 dB, fp32 200.0 dB" in as_people_see(status_verb.as_text(whole))
     assert [(item.name, item.datatype, list(item.shape)) for item in metadata.inputs] == [
         ("x", "FP32", [-1, 3]),
         ("index", "INT64", [-1, 1]),
@@ -254,6 +268,9 @@ async def test_noise_is_caught_and_the_reference_serves_until_another_set_comes(
         assert "int8 healthy -> tripped: noise; mean noise-to-signal ratio 0.25" in event.message
         noise = await service.control.GetNoise(control_pb2.GetNoiseRequest(model="tiny"))
         assert (noise.measure, noise.fallback) == (control_pb2.NOISE_MEASURE_NOISE_TO_SIGNAL, WIRE[FP32])
+        shown = as_people_see(noise_view.as_text(noise))
+        assert "signal to noise to fp32 · fallback: fp32 serves" in shown
+        assert "6.0 dB–6.0 dB" in shown or "int8  tripped" in shown
         (newest, *_) = await history(service)
         assert (newest.kind, newest.actor, newest.from_mode, newest.to_mode) == (
             "fallback",
@@ -346,3 +363,18 @@ async def test_inputs_that_the_engine_cannot_compute_are_the_clients_fault(tmp_p
         assert (code, message.startswith("inputs: ONNX Runtime")) == (INVALID, True)
         assert isinstance(details[0], error_details_pb2.BadRequest)
         is_by(INT8, answer)
+
+
+def test_the_doctor_names_damaged_graphs(tmp_path: Path) -> None:
+    damaged = scaling_store(tmp_path / "store")
+    (tmp_path / "dskd.toml").write_text('[models.tiny]\npath = "store"\n')
+    assert doctored(tmp_path) == [f"{damaged} is whole"]
+    (damaged / "int8.onnx").write_bytes(b"no graph")
+    (told,) = doctored(tmp_path)
+    assert told.startswith(f"{damaged / 'int8.onnx'}: damaged")
+    assert told.endswith("convert the model again")
+
+
+def doctored(folder: Path) -> list[str]:
+    """What the doctor says of the model."""
+    return [found.detail for found in doctor.examine(folder / "dskd.toml") if found.subject == "models.tiny"]

@@ -60,6 +60,7 @@ class Parts:
     catalogue: ModelCatalogue
     builder: ModelBuilder
     proofs_are_absolute: bool  # graphs are proven against the reference, and not against a stand-in for it
+    close: Callable[[], None] = lambda: None  # lets go of what they hold; nothing may be under way any more
 
 
 class ModelManager(ABC):
@@ -125,6 +126,7 @@ class ModelManager(ABC):
             await self._start_loop(serving)
         except BaseException:
             await asyncio.to_thread(self._residency.close)
+            parts.close()
             raise
         self._transitions = Transitions(
             self._name,
@@ -239,6 +241,7 @@ class ModelManager(ABC):
         await asyncio.to_thread(self._loop.stop)
         await self._settle()
         await asyncio.to_thread(self._residency.close)
+        self._parts.close()
         await asyncio.to_thread(gc.collect)  # the parts of a manager refer to each other
         memory.give_back()
         return aborted

@@ -58,10 +58,8 @@ class PlainManager(ModelManager):
         await asyncio.to_thread(catalogue.forget_leftovers)
         manifest = catalogue.default.manifest
         self._has_batches = manifest.batch_axis == 0
-        self._builder = PlainBuilder(
-            self._engine, self._config.threads, catalogue.default, PlainProver(self._config.proof)
-        )
-        return Parts(self._engine, catalogue, self._builder, proofs_are_absolute=True)
+        builder = PlainBuilder(self._engine, self._config.threads, catalogue.default, PlainProver(self._config.proof))
+        return Parts(self._engine, catalogue, builder, proofs_are_absolute=True, close=builder.close)
 
     async def _start_loop(self, serving: Serving) -> None:
         self._asyncio = asyncio.get_running_loop()
@@ -82,9 +80,6 @@ class PlainManager(ModelManager):
         except BaseException:
             await asyncio.to_thread(self._loop.stop)
             raise
-
-    async def _settle(self) -> None:
-        self._builder.close()
 
     def _second_state(self, generation: ServedGeneration) -> SecondEngineState | None:
         return None

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 
 import grpc
 from grpc_status import rpc_status
@@ -46,16 +47,18 @@ class InferStream:
                 answer = asyncio.create_task(self._answer(request, before), name="stream answer")
                 self._newest[request.model_name] = answer
                 self._answers.add(answer)
-                answer.add_done_callback(self._ended)
+                answer.add_done_callback(partial(self._ended, request.model_name))
             await asyncio.gather(*self._answers)
         finally:
             for answer in self._answers:
                 answer.cancel()
             await asyncio.gather(*self._answers, return_exceptions=True)
 
-    def _ended(self, answer: asyncio.Task[None]) -> None:
+    def _ended(self, model: str, answer: asyncio.Task[None]) -> None:
         """One that could not even tell that it failed is kept, for `run` to fail with it."""
         self._free.release()
+        if self._newest.get(model) is answer:
+            del self._newest[model]
         if not answer.cancelled() and answer.exception() is None:
             self._answers.discard(answer)
 
