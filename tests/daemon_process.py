@@ -60,11 +60,13 @@ class DaemonProcess:
             self.wait_until_serving()
         return self
 
-    def wait_until_serving(self) -> None:
-        """Listens to the health service; fails with the log when the daemon ends or takes too long."""
+    def wait_until_serving(self, model: str = "") -> None:
+        """Waits until `model`, or any, serves: listens to the health service; fails with the log when the daemon ends
+        or takes too long.
+        """
         with grpc.insecure_channel(self.target) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
-            watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=START_LIMIT_S, wait_for_ready=True)
+            watch = stub.Watch(health_pb2.HealthCheckRequest(service=model), timeout=START_LIMIT_S, wait_for_ready=True)
             threading.Thread(target=lambda: (self.process.wait(), watch.cancel()), daemon=True).start()
             try:
                 if not any(response.status == SERVING for response in watch):

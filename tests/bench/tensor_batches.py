@@ -25,10 +25,10 @@ from dskquant.plain.convert import PlainOptions, convert_plain
 from dskquant.plain.samples import DataOptions
 
 CLIENTS = 16
-TOKENS = (8, 32)
+TOKENS = (4, 8, 32)
 MODES = (PrecisionMode.FP32, PrecisionMode.INT8)
 DELAY_MS = 5.0
-ROUNDS, ROUND_S = 3, 3.0
+ROUNDS, ROUND_S = 3, 2.5
 
 
 @dataclass
