@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.daemon_process import DaemonProcess, daemon_process
-from tests.encoder_graph import sentences, write_encoder
+from tests.minilm import random_sentences, write_minilm
 from tests.plain_daemon import label_of, outputs_of, raw_request
+from tests.plain_models import CACHE, present
 from tests.plain_stores import direct, with_damaged_int8
 
 from dskapi.open_inference import service_pb2_grpc, statistics_pb2
@@ -29,8 +30,7 @@ from dskquant.plain.convert import PlainOptions, convert_plain
 from dskquant.plain.protocol import Tensors
 from dskquant.plain.samples import DataOptions
 
-CACHE = Path(__file__).parents[1] / ".cache"
-DIRECTION, MINILM = CACHE / "ppocr-direction.onnx", CACHE / "minilm.safetensors"
+DIRECTION = CACHE / "ppocr_cls.onnx"
 SESSION = Path(__file__).with_name("plain_triton_session.py")
 INT8, FP32 = PrecisionMode.INT8, PrecisionMode.FP32
 MODES = {"int8": common_pb2.PRECISION_MODE_INT8, "fp32": common_pb2.PRECISION_MODE_FP32}
@@ -58,8 +58,8 @@ class Served:
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder = tmp_path_factory.mktemp("encoder")
-    source = write_encoder(present(MINILM), folder / "encoder.onnx")
-    inputs = tuple(sentences(1, TOKENS, seed) for seed in range(24))
+    source = write_minilm(folder / "encoder.onnx")
+    inputs = tuple(random_sentences(1, TOKENS, seed) for seed in range(24))
     return Served(stored(source, folder, inputs), inputs, "embedding")
 
 
@@ -69,12 +69,6 @@ def direction(tmp_path_factory: pytest.TempPathFactory) -> Served:
     inputs = tuple({"x": stripes(seed)} for seed in range(24))
     folder = tmp_path_factory.mktemp("direction")
     return Served(stored(present(DIRECTION), folder, inputs), inputs, "save_infer_model/scale_0.tmp_1")
-
-
-def present(path: Path) -> Path:
-    if not path.exists():
-        pytest.fail(f"{path} is missing; `make test` brings it")
-    return path
 
 
 def stripes(seed: int) -> NDArray[np.float32]:

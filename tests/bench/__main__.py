@@ -52,7 +52,7 @@ def _prepare() -> None:
     if not LLAMA.exists():
         synthetic.make_store(SMOLLM2, LLAMA)
     if not ENCODER.exists():
-        tensor_batches.make_store(CACHE / "minilm.safetensors", ENCODER)
+        tensor_batches.make_store(ENCODER)
     for mode, directory in PLAIN.items():
         if not directory.exists():
             plain.export_plain(LLAMA, mode, directory)

@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 from tests.bench.report import Section
 from tests.daemon_process import DaemonProcess, daemon_process
-from tests.encoder_graph import sentences, write_encoder
+from tests.minilm import random_sentences, write_minilm
 from tests.plain_daemon import outputs_of, raw_request
 
 from dskapi.open_inference import service_pb2_grpc, statistics_pb2
@@ -46,12 +46,12 @@ class Load:
         return float(np.percentile(self.seconds, percent)) * 1e3
 
 
-def make_store(weights: Path, store: Path) -> None:
+def make_store(store: Path) -> None:
     """The encoder in FP32 and INT8, calibrated on sentences of its own vocabulary."""
     store.parent.mkdir(parents=True, exist_ok=True)
     source, data = store.with_suffix(".onnx"), store.with_suffix(".npz")
-    write_encoder(weights, source)
-    inputs = [sentences(1, 16, seed) for seed in range(16)]
+    write_minilm(source)
+    inputs = [random_sentences(1, 16, seed) for seed in range(16)]
     np.savez(data, **{name: np.concatenate([one[name] for one in inputs]) for name in inputs[0]})
     options = PlainOptions(DataOptions(data, rows=16), modes=(PrecisionMode.INT8,))
     convert_plain(source, store, options, lambda *_: None)
@@ -121,7 +121,7 @@ def _runs(daemon: DaemonProcess) -> int:
 
 def _batch_ms(daemon: DaemonProcess, mode: str, tokens: int) -> float:
     with _connected(daemon) as stub:
-        request = raw_request("alone", sentences(CLIENTS, tokens), precision=mode)
+        request = raw_request("alone", random_sentences(CLIENTS, tokens), precision=mode)
         return statistics.median(_timed(stub, request) for _ in range(20)) * 1e3
 
 
@@ -133,7 +133,7 @@ def _timed(stub: Any, request: Any) -> float:
 
 def _add_load(load: Load, daemon: DaemonProcess, model: str, mode: str, tokens: int, clients: int) -> None:
     """A round: every client asks again as soon as it has its answer."""
-    requests = [raw_request(model, sentences(1, tokens, seed), precision=mode) for seed in range(32)]
+    requests = [raw_request(model, random_sentences(1, tokens, seed), precision=mode) for seed in range(32)]
     start, end = threading.Barrier(clients + 1), time.perf_counter() + ROUND_S
 
     def ask(client: int) -> Sequence[float]:

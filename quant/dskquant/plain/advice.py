@@ -50,14 +50,14 @@ def advise(
 ) -> Advice:
     """`figures` has FP32 on at least one engine."""
     float32 = min((each for each in figures if each.mode is REFERENCE), key=_ms)
-    best = min((each for each in figures if _is_exact(each, wanted_db)), key=_ms, default=float32)
+    best = min((each for each in figures if is_exact(each.noise, wanted_db)), key=_ms, default=float32)
     if float32.ms < best.ms * WORTH:
         best = float32
     reasons = [
         _told_kind(kind, layers),
         *_told_modes(figures, float32, wanted_db),
         *_told_engines(figures),
-        *_told_mixed(layers, keep_float, wanted_db),
+        *_told_mixed(layers, keep_float),
     ]
     return Advice(best, (*reasons, _told_best(best, float32)))
 
@@ -66,8 +66,8 @@ def _ms(figures: Figures) -> float:
     return figures.ms
 
 
-def _is_exact(figures: Figures, wanted_db: float) -> bool:
-    noise = figures.noise
+def is_exact(noise: GraphNoise, wanted_db: float) -> bool:
+    """Whether a graph with that noise may be advised."""
     return noise.sqnr_db >= wanted_db and (noise.top1 is None or noise.top1 >= WANTED_TOP1)
 
 
@@ -87,7 +87,9 @@ def _told_modes(figures: Sequence[Figures], float32: Figures, wanted_db: float) 
         speed = f"{float32.ms / fastest.ms:.2f} times as fast as FP32 ({fastest.engine})"
         size = f"{fastest.nbytes / float32.nbytes:.0%} of its size"
         enough = (
-            "exact enough" if _is_exact(fastest, wanted_db) else f"too noisy (wanted: {_wanted(wanted_db, fastest)})"
+            "exact enough"
+            if is_exact(fastest.noise, wanted_db)
+            else f"too noisy (wanted: {_wanted(wanted_db, fastest)})"
         )
         yield f"{name}: {speed}, {size}, {fastest.noise.sqnr_db:.1f} dB: {enough}"
 
@@ -107,10 +109,10 @@ def _told_engines(figures: Sequence[Figures]) -> Iterator[str]:
             )
 
 
-def _told_mixed(layers: Sequence[Layer], keep_float: Sequence[str], wanted_db: float) -> Iterator[str]:
+def _told_mixed(layers: Sequence[Layer], keep_float: Sequence[str]) -> Iterator[str]:
     if keep_float:
         yield (
-            f"leaving {len(keep_float)} of {len(layers)} layers in float brings INT8 to {wanted_db:g} dB: "
+            f"leaving {len(keep_float)} of {len(layers)} layers in float makes INT8 exact enough: "
             f"dskquant convert ... --keep-float '{','.join(keep_float)}'"
         )
 

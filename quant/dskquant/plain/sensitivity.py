@@ -10,6 +10,7 @@ from pathlib import Path
 from dskquant.errors import EngineError
 from dskquant.modes import PrecisionMode
 from dskquant.parameter_set import Progress
+from dskquant.plain.advice import is_exact
 from dskquant.plain.maker import GraphMaker, Layer, Recipe
 from dskquant.plain.noise import GraphNoise
 from dskquant.plain.reference import Reference
@@ -67,10 +68,10 @@ def find_mixed(
     wanted_db: float,
     path: Path,
 ) -> Mixed | None:
-    """The fewest noisy groups left in float with which the rest has the wanted SQNR; None where none has.
+    """The fewest noisy groups left in float with which the rest is exact enough; None where it never is.
 
     Noise adds up: where that of the groups that are left promises enough, the graph is made and measured. Where it
-    has not enough all the same, further groups are left out, for MOST_ATTEMPTS graphs.
+    is not exact enough all the same, further groups are left out, for MOST_ATTEMPTS graphs.
     """
     noisiest = sorted(groups, key=lambda group: group.power, reverse=True)
     attempts = 0
@@ -79,7 +80,7 @@ def find_mixed(
             continue
         kept = frozenset(itertools.chain.from_iterable(group.layers for group in noisiest[:count]))
         noise, method = _make(maker, replace(recipe, keep_float=kept), reference, path)
-        if noise is not None and noise.sqnr_db >= wanted_db:
+        if noise is not None and is_exact(noise, wanted_db):
             return Mixed(tuple(layer.name for layer in maker.layers if layer.name in kept), noise, path, method)
         attempts += 1
         if attempts == MOST_ATTEMPTS:
