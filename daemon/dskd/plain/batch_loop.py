@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dskd.config import BatchingConfig
 from dskd.engine.command_queue import CommandQueue
@@ -121,5 +121,5 @@ class BatchLoop:
         self._core.settle()
         return has_run
 
-    def _note_stop(self) -> Any:
+    def _note_stop(self) -> None:
         self._stopping = True

@@ -53,7 +53,7 @@ class ShadowScorer:
 
     def set_plan(self, plan: ScoringPlan | None) -> None:
         """Scores by `plan` from now on; None: not at all."""
-        self._plan = plan
+        self._plan = plan if plan is not None and plan.time_share else None
         self._budget = TimeBudget(plan.time_share if plan else 0.0)
         self._pending.clear()
 
