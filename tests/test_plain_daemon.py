@@ -252,12 +252,16 @@ def test_a_damaged_int8_set_is_caught_and_served_in_fp32(encoder: Served, tmp_pa
     expected = encoder.expected("fp32")
     with daemon_process({"encoder": table}) as daemon, grpc.insecure_channel(daemon.start().target) as channel:
         client, served = Client(channel), [""]
+        events = client.control.WatchEvents(control_pb2.WatchEventsRequest(), timeout=60)
+        events.initial_metadata()
         while served[-1] != "fp32":
             assert len(served) < 2000
             number = len(served) % len(encoder.inputs)
             mode, outputs = client.infer("encoder", encoder.inputs[number])
             served.append(mode)
         np.testing.assert_allclose(outputs["embedding"], expected[number], atol=ROUNDING)
+        assert any(event.kind == "fallback.committed" for event in events)
+        events.cancel()
         (newest, *_) = client.control.GetHistory(control_pb2.GetHistoryRequest()).entries
         assert (newest.kind, newest.actor, newest.outcome) == ("fallback", "monitor", "committed")
         assert newest.reason.startswith("int8 healthy -> tripped: "), newest.reason
