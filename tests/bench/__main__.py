@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import structlog
-from tests.bench import memory, noise, plain, report, speed, swaps, switching, synthetic
+from tests.bench import memory, noise, plain, report, speed, swaps, switching, synthetic, tensor_batches
 from tests.bench.monitor import damage, estimate, false_trips, overhead, quality, scope, texts
 
 from dskquant.convert import ConvertOptions, convert
@@ -18,6 +18,7 @@ CACHE = Path(__file__).parents[2] / ".cache"
 GGUF = CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2 = CACHE / "bench" / "smollm2"
 LLAMA = CACHE / "bench" / "llama-1.5b"
+ENCODER = CACHE / "bench" / "encoder"
 PLAIN = {mode: CACHE / "bench" / f"plain-{mode.value}" for mode in (PrecisionMode.INT4, PrecisionMode.INT8)}
 
 
@@ -34,6 +35,7 @@ SECTIONS: dict[str, Callable[[], report.Section]] = {
     "kills": swaps.kills,
     "memory": lambda: memory.measure(LLAMA, PLAIN[PrecisionMode.INT8]),
     "speed": lambda: speed.measure(LLAMA, PLAIN),
+    "plain": lambda: tensor_batches.measure(ENCODER),
     "monitor-estimate": lambda: estimate.measure(SMOLLM2),
     "monitor-damage": lambda: damage.measure(SMOLLM2, _calibrated()),
     "monitor-scope": lambda: scope.measure(SMOLLM2, _calibrated()),
@@ -49,6 +51,8 @@ def _prepare() -> None:
         convert(GGUF, SMOLLM2, ConvertOptions(), lambda *_: None)
     if not LLAMA.exists():
         synthetic.make_store(SMOLLM2, LLAMA)
+    if not ENCODER.exists():
+        tensor_batches.make_store(ENCODER)
     for mode, directory in PLAIN.items():
         if not directory.exists():
             plain.export_plain(LLAMA, mode, directory)

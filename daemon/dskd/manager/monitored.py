@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from dskd.engine.request import ModeRules, ScoringPlan
-from dskd.engine.step_loop import StepLoop
 from dskd.manager.journal import Journal
+from dskd.manager.parts import ModelLoop
 from dskd.manager.residency import Residency
 from dskd.manager.transitions import Serving, Transitions
 from dskd.manager.types import HistoryEntry
@@ -24,7 +24,7 @@ class ManagedModel:
         self,
         transitions: Transitions,
         residency: Residency,
-        loop: StepLoop,
+        loop: ModelLoop,
         journal: Journal,
         proofs_are_absolute: bool,
     ) -> None:
@@ -41,7 +41,7 @@ class ManagedModel:
             now.generation.number,
             now.mode,
             now.pinned,
-            self._proven_kl(now) | now.generation.parameters.expected_kl,
+            {**self._proven_kl(now), **now.generation.parameters.expected_kl},
             self._residency.modes_in_memory(now.generation),
             self._loop.snapshot(),
         )
