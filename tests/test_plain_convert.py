@@ -4,6 +4,7 @@ noise computed in numpy, and what is refused.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections import Counter
@@ -57,14 +58,20 @@ class Converted:
         self.manifest = PlainManifest.read(self.store)
 
 
-@pytest.fixture(scope="module", params=list(SOURCES))
-def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    return Converted(request.param, tmp_path_factory.mktemp("plain"))
-
-
 @pytest.fixture(scope="module")
-def detector(tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    return Converted("detector", tmp_path_factory.mktemp("detector"))
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Converted]:
+    """The store of each of SOURCES, made when it is first asked for."""
+    return functools.cache(lambda name: Converted(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(params=list(SOURCES))
+def converted(request: pytest.FixtureRequest, stores: Callable[[str], Converted]) -> Converted:
+    return stores(request.param)
+
+
+@pytest.fixture
+def detector(stores: Callable[[str], Converted]) -> Converted:
+    return stores("detector")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -137,8 +144,8 @@ def test_convolutions_become_int8_per_channel(detector: Converted) -> None:
         assert scales.shape == (codes.shape[0],)
 
 
-def test_matrix_products_become_blocks_of_four_bits(tmp_path: Path) -> None:
-    made = Converted("recognizer", tmp_path)
+def test_matrix_products_become_blocks_of_four_bits(stores: Callable[[str], Converted]) -> None:
+    made = stores("recognizer")
     assert operators(made.store / "int4.onnx")["MatMulNBits"] == 9
     assert made.manifest.graphs[INT4].nbytes < made.manifest.graphs[FP32].nbytes
 
@@ -198,7 +205,7 @@ def test_external_data_is_brought_into_one_file(tmp_path: Path) -> None:
         np.testing.assert_array_equal(one["target_label"], other["target_label"])
 
 
-def graph_file(path: Path, *nodes: onnx.NodeProto, shape: list[Any], **constants: NDArray[Any]) -> Path:
+def graph_file(path: Path, *nodes: onnx.NodeProto, shape: list[Any] | None, **constants: NDArray[Any]) -> Path:
     """y of `shape` from x of [rows, 8]."""
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 8])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)
@@ -221,6 +228,33 @@ def test_a_batch_axis_is_one_only_where_rows_do_not_mix(tmp_path: Path, axis: in
     manifest = PlainManifest.read(store)
     assert manifest.batch_axis == batch_axis
     assert manifest.inputs == (TensorSpec("x", np.dtype(np.float32), (None, 8)),)
+
+
+def test_a_rank_that_only_running_tells_is_found_by_running(tmp_path: Path) -> None:
+    """The shape is computed from a sum of the input, so that no engine can tell its rank."""
+    nodes = [
+        helper.make_node("NonZero", ["x"], ["indices"]),
+        helper.make_node("Shape", ["x"], ["size"]),
+        helper.make_node("Slice", ["size", "zero", "count"], ["wanted"]),
+        helper.make_node("Reshape", ["x", "wanted"], ["y"]),
+        helper.make_node("Shape", ["indices"], ["shape"]),
+        helper.make_node("Gather", ["shape", "zero"], ["count"]),
+    ]
+    nodes = [nodes[0], nodes[4], nodes[5], nodes[1], nodes[2], nodes[3]]
+    path = graph_file(tmp_path / "g.onnx", *nodes, shape=None, zero=np.int64([0]))
+    data, store = saved(tmp_path / "data.npz", EIGHTS), tmp_path / "store"
+    assert main(["convert", str(path), "-o", str(store), "--data", str(data), "--quiet", "--modes", "fp16"]) == 0
+    assert PlainManifest.read(store).outputs == (TensorSpec("y", np.dtype(np.float32), (None, None)),)
+    assert read_golden(store).outputs["y"].shape == (1, 8)
+
+
+def test_an_opset_from_the_future_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = graph_file(tmp_path / "g.onnx", helper.make_node("Abs", ["x"], ["y"]), shape=["rows", 8])
+    model = onnx.load(path)
+    model.opset_import[0].version = 99
+    onnx.save(model, path)
+    assert main(["convert", str(path), "-o", str(tmp_path / "s"), "--random-data", "--quiet"]) == 1
+    assert "g.onnx" in capsys.readouterr().err
 
 
 def test_answers_that_are_not_finite_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -338,14 +372,16 @@ def test_inspect_names_what_is_damaged(detector: Converted, tmp_path: Path, caps
     assert "golden.npz: damaged" in line
 
 
-def test_an_ir_is_quantized_by_nncf(tmp_path: Path) -> None:
+def test_an_ir_is_quantized_by_nncf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import openvino as ov
 
     ov.save_model(ov.convert_model(DETECTOR), tmp_path / "detector.xml", compress_to_fp16=False)
     data, store = pages(4), tmp_path / "store"
-    arguments = ["-o", str(store), "--data", str(saved(tmp_path / "pages.npz", data)), "--quiet"]
+    arguments = ["-o", str(store), "--data", str(saved(tmp_path / "pages.npz", data)), "--quiet", "--json"]
+    capsys.readouterr()
     assert main(["convert", str(tmp_path / "detector.xml"), *arguments]) == 0
     manifest = PlainManifest.read(store)
+    assert json.loads(capsys.readouterr().out)["graphs"].keys() == {"fp32", "fp16", "int8"}
     assert manifest.graphs.keys() == {FP32, FP16, INT8}
     assert manifest.graphs[INT8].nbytes < manifest.graphs[FP16].nbytes < manifest.graphs[FP32].nbytes
     answers = []

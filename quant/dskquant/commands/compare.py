@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dskquant import parameter_set
-from dskquant.commands.plain_options import modes
+from dskquant.commands.options import modes
 from dskquant.commands.progress import progress_bar
 from dskquant.comparison import ModeQuality, NamedSet, compare_modes, encode_text
 from dskquant.engines import ENGINE_NAMES, load_engine

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dskquant.commands.plain_options import (
+from dskquant.commands.options import (
     add_data_options,
     add_int8_options,
     data_options,

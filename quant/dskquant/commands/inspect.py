@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from dskquant.bits import Bits
-from dskquant.commands.plain_options import print_modes, spec_words
+from dskquant.commands.options import print_modes, spec_words
 from dskquant.errors import StoreError
 from dskquant.inspection import FileReport, ListedFile, Report, SchemeGroup, SetReport, StoreReport, inspect, problems
 from dskquant.plain.inspection import PlainReport, inspect_plain

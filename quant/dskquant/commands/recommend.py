@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dskquant.commands.plain_options import (
+from dskquant.commands.options import (
     add_data_options,
     add_int8_options,
     data_options,

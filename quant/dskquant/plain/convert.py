@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+
+from numpy.typing import NDArray
 
 from dskquant.aside import check_destination, written_aside
 from dskquant.errors import EngineError, SourceError
@@ -15,6 +18,7 @@ from dskquant.parameter_set import Progress
 from dskquant.plain.maker import GraphMaker, Int8Method, Layer, Recipe, kind_of, open_maker
 from dskquant.plain.measure import find_batch_axis
 from dskquant.plain.noise import GraphNoise
+from dskquant.plain.protocol import TensorSpec
 from dskquant.plain.reference import Reference, ask_reference
 from dskquant.plain.samples import DataOptions, rows_of
 from dskquant.plain.store import CalibrationData, PlainGolden, PlainManifest, StoredGraph, graph_files, write_golden
@@ -71,12 +75,17 @@ def convert_plain(source: Path, store: Path, options: PlainOptions, progress: Pr
             files_sha256(graph_files(source)),
             batch_axis,
             reference.graph.inputs,
-            reference.graph.outputs,
+            tuple(map(_as_answered, reference.graph.outputs, reference.answers[0].values())),
             graphs | made,
             CalibrationData(options.data.source, len(reference.samples)),
         )
         manifest.write(partial)
     return PlainConversion(manifest, ((RANDOM_NOTE,) if manifest.calibration.is_random else ()) + notes)
+
+
+def _as_answered(spec: TensorSpec, answer: NDArray[Any]) -> TensorSpec:
+    """ONNX Runtime tells an output of unknown rank as a scalar."""
+    return spec if len(spec.shape) == answer.ndim else TensorSpec(spec.name, spec.dtype, (None,) * answer.ndim)
 
 
 def recipe_of(maker: GraphMaker, options: PlainOptions) -> Recipe:

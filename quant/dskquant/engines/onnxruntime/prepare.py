@@ -49,9 +49,12 @@ def prepare(model: onnx.ModelProto, source: Path, path: Path) -> onnx.ModelProto
     Raises EngineError, naming the opset, where it cannot be converted.
     """
     onnx.save(_with_new_opset(model, source), path)
-    with quiet_logging():
-        quant_pre_process(path, path, skip_symbolic_shape=True)
-    prepared = onnx.load(path)
+    try:
+        with quiet_logging():
+            quant_pre_process(path, path, skip_symbolic_shape=True)
+        prepared = onnx.load(path)
+    except Exception as error:  # the libraries have a dozen unrelated types for it
+        raise EngineError(f"{source}: cannot be prepared for quantization: {error}") from error
     _flatten_biases(prepared.graph)
     _name_nodes(prepared.graph)
     onnx.save(prepared, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from collections import Counter
@@ -97,6 +98,7 @@ def _nncf() -> Any:
         import nncf
     except ImportError:
         raise EngineError("an IR is quantized by NNCF, which is not installed: pip install 'dskd[nncf]'") from None
+    nncf.set_log_level(logging.ERROR)  # it writes to stdout, which is for results
     return nncf
 
 

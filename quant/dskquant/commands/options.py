@@ -1,4 +1,4 @@
-"""Options of the verbs that take plain graphs, and their tables."""
+"""What several verbs share: options, and tables of plain graphs."""
 
 from __future__ import annotations
 
