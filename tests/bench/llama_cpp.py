@@ -8,9 +8,10 @@ import socket
 import subprocess
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http import HTTPStatus
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class LlamaCpp:
         with tempfile.TemporaryFile() as log:
             process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log)
             try:
-                yield LlamaServer(f"http://127.0.0.1:{port}")
+                yield LlamaServer(port)
             finally:
                 process.kill()
                 process.wait()
@@ -71,35 +72,34 @@ class LlamaCpp:
 class LlamaServer:
     """A running llama-server."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._wait_until_ready()
+    def __init__(self, port: int) -> None:
+        self._port = port
+        deadline = time.monotonic() + START_LIMIT_S
+        while not self._is_ready():
+            if time.monotonic() > deadline:
+                raise TimeoutError("llama-server does not start")
+            time.sleep(0.1)
 
     def answer(self, prompt: Sequence[int], new: int) -> float:
         """Seconds from the request to the last of its `new` tokens, which are streamed."""
         request = {"prompt": list(prompt), "n_predict": new, "ignore_eos": True, "cache_prompt": False, "stream": True}
-        request |= {"temperature": 0.0}
         began = time.perf_counter()
-        body = json.dumps(request).encode()
-        with urllib.request.urlopen(self._request("/completion", body)) as response:
-            *_, last = (json.loads(line[len(DATA) :]) for line in response if line.startswith(DATA))
+        with closing(HTTPConnection("127.0.0.1", self._port)) as connection:
+            connection.request("POST", "/completion", json.dumps(request), {"Content-Type": "application/json"})
+            lines = connection.getresponse()
+            *_, last = (json.loads(line[len(DATA) :]) for line in lines if line.startswith(DATA))
         taken = time.perf_counter() - began
         if last["tokens_predicted"] != new or last["tokens_evaluated"] != len(prompt):
             raise RuntimeError(f"llama-server did not make {new} tokens of {len(prompt)}: {last}")
         return taken
 
-    def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < deadline:
+    def _is_ready(self) -> bool:
+        with closing(HTTPConnection("127.0.0.1", self._port)) as connection:
             try:
-                urllib.request.urlopen(self._url + "/health").close()
-                return
+                connection.request("GET", "/health")
+                return connection.getresponse().status == HTTPStatus.OK
             except OSError:
-                time.sleep(0.1)
-        raise TimeoutError("llama-server does not start")
-
-    def _request(self, path: str, body: bytes) -> urllib.request.Request:
-        return urllib.request.Request(self._url + path, body, {"Content-Type": "application/json"})
+                return False
 
 
 def _free_port() -> int:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dskd import memory
+from dskd import huge_pages, memory
 from dskd.errors import FailedPreconditionError
 from dskd.manager.generation import Generation
 from dskd.manager.measuring import InTurn
@@ -106,6 +106,8 @@ class Builder:
                 with _timed(phases, "second_engine"):
                     slots = self.second.build(generation, graph, engine_thread, in_turn, overtaking.check)
             overtaking.check()
+            with _timed(phases, "huge_pages"):
+                huge_pages.collapse()
             if cache is not None:
                 graph.bind(cache)
         except BaseException:
