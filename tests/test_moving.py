@@ -199,8 +199,10 @@ async def test_a_swap_and_a_switch_reach_both_engines(store: Path, tmp_path: Pat
         async with serving(store, tmp_path / use.value, use) as manager:
             before = await ask(manager)
             await manager.apply(finer, "test", dry_run=False, wait=True)
+            await manager._residency.caught_up()
             after = await ask(manager)
             await manager.switch(FP32, InFlight.MIGRATE, "test", wait=True)
+            await manager._residency.caught_up()
             exact = await ask(manager)
             made = (before, after, exact)
             assert [{token.engine for token in tokens[1:]} for tokens in made] == [{use.value}] * 3

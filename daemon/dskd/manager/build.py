@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,6 @@ class Build:
     graph: Graph
     proofs: list[Proof]
     phases_ms: dict[str, float] = field(default_factory=dict)
-    slots: SlotBuild = field(default_factory=SlotBuild)  # the same on the second engine
 
 
 class Overtaking:
@@ -96,7 +95,6 @@ class Builder:
         with _timed(phases, "build"):
             parameters = generation.effective_parameters
             graph = engine_thread(lambda: self.engine.compile(self.store, modes, self.options, parameters))
-        slots = SlotBuild()
         try:
             overtaking.check()
             with _timed(phases, "prove"):
@@ -104,7 +102,7 @@ class Builder:
                 graph.release_source()
             if self.second is not None:
                 with _timed(phases, "second_engine"):
-                    slots = self.second.build(generation, graph, engine_thread, in_turn, overtaking.check)
+                    self.second.measure_paged(graph, in_turn)
             overtaking.check()
             with _timed(phases, "huge_pages"):
                 huge_pages.collapse()
@@ -112,16 +110,29 @@ class Builder:
                 graph.bind(cache)
         except BaseException:
             graph.close()
-            slots.close()
             raise
-        return Build(graph, _worst(proofs, slots.proofs), phases, slots)
+        return Build(graph, proofs, phases)
 
+    def build_slots(
+        self,
+        generation: Generation,
+        modes: frozenset[PrecisionMode],
+        is_serving: bool,
+        overtaking: Overtaking,
+        in_turn: InTurn,
+    ) -> SlotBuild:
+        """The graph of the second engine of modes that `build` has built, or why there is none.
 
-def _worst(proofs: Iterable[Proof], others: Iterable[Proof]) -> list[Proof]:
-    """A mode is as noisy as on the noisier of its engines."""
-    by_mode = {proof.mode: proof for proof in others}
-    pairs = ((proof, by_mode.get(proof.mode, proof)) for proof in proofs)
-    return [max(pair, key=lambda proof: proof.divergence.mean_kl) for pair in pairs]
+        Blocks as `build` does; `is_serving`: the cores are wanted by others.
+        """
+        if self.second is None:
+            return SlotBuild()
+        if is_serving:
+            lower_priority()
+        engine_thread = when_idle if is_serving else at_once
+        slots = self.second.build(generation, modes, engine_thread, in_turn, overtaking.check)
+        huge_pages.collapse()
+        return slots
 
 
 @contextmanager
