@@ -100,12 +100,10 @@ class Builder:
             with _timed(phases, "prove"):
                 proofs = self.prover.judge(engine_thread(lambda: self.prover.ask(graph)))
                 graph.release_source()
-            if self.second is not None:
-                with _timed(phases, "second_engine"):
+                huge_pages.collapse()
+                if self.second is not None:
                     self.second.measure_paged(graph, in_turn)
             overtaking.check()
-            with _timed(phases, "huge_pages"):
-                huge_pages.collapse()
             if cache is not None:
                 graph.bind(cache)
         except BaseException:
@@ -130,9 +128,7 @@ class Builder:
         if is_serving:
             lower_priority()
         engine_thread = when_idle if is_serving else at_once
-        slots = self.second.build(generation, modes, engine_thread, in_turn, overtaking.check)
-        huge_pages.collapse()
-        return slots
+        return self.second.build(generation, modes, engine_thread, in_turn, overtaking.check)
 
 
 @contextmanager

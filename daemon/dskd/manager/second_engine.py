@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from dskd import memory
+from dskd import huge_pages, memory
 from dskd.config import EngineUse, ModelConfig
 from dskd.engine.engine_choice import always_in_slots, by_time
 from dskd.engine.slot_decoder import SecondEngine
@@ -96,6 +96,7 @@ class SecondBuilder:
             return self._refused(modes, error)
         try:
             proofs = self._prove(graph, engine_thread, check)
+            huge_pages.collapse()
             if self.use is EngineUse.AUTO:
                 self._measure_slots(graph, in_turn)
             graph.bind(self.cache)
