@@ -36,7 +36,7 @@ class Mover:
         engine, slot_engine = load_engine("openvino"), load_slot_engine("onnxruntime")
         self._graph = engine.compile(store, options.graph_key(INT4), options)
         self._slot_graph = slot_engine.compile(store, options.graph_key(INT4), options)
-        blocks = -(-(CONTEXT + 2 * MOVES * STEPS) // engine.block_size)
+        blocks = -(-(CONTEXT + 2 * (MOVES + 1) * STEPS) // engine.block_size)
         self._pages = self._graph.allocate_cache(blocks)
         slots = slot_engine.allocate_cache(store, SLOTS, SLOT_BYTES)
         self._graph.bind(self._pages)

@@ -328,6 +328,9 @@ class Residency:
         second = self._builder.second
         if second is None or self._is_settling:
             return
+        if second.lacks(graph_id.modes):
+            resident.slots = SlotBuild(reason=f"{second.engine.name} does not have it")
+            return
         resident.slots = SlotBuild(reason=f"{second.engine.name} is being prepared")
         overtaking = Overtaking()
         task = asyncio.create_task(self._follow(generation, graph_id, resident, overtaking))
