@@ -290,7 +290,7 @@ def test_a_build_that_is_overtaken_while_the_second_graph_is_made_leaves_none(st
     builder = Builder(engine, store, config.options, prover, second)
     with capture_logs():
         slots = builder.build_slots(generation, frozenset({FP32}), False, overtaking, at_once)
-    assert (slots.graph, slots.reason) == (None, "change: overtaken by a later change")
+    assert (slots.graph, slots.reason) == (None, "overtaken by a later change")
     assert [graph.is_closed for graph in slot_engine.graphs] == [True]
 
 

@@ -25,7 +25,7 @@ STEPS = 4
 """Between two moves."""
 
 INT4 = PrecisionMode.INT4
-SLOT_BYTES = 1 << 30
+SLOT_BYTES = 2 << 30
 
 
 class Mover:
