@@ -222,7 +222,8 @@ async def test_a_second_copy_that_does_not_fit_is_not_made_and_the_numbers_are_t
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda root: 2000 << 20)
     with capture_logs():
-        async with serving(store, slot_engine=ToySlotEngine(needed_bytes=3000 << 20)) as bench:
+        slot_engine = ToySlotEngine(needed_bytes=3000 << 20)
+        async with serving(store, slot_engine=slot_engine, slot_bytes=ByteSize(1 << 30)) as bench:
             assert await bench.engines() == ["toy"] * 6
             assert "needs 2.9 GiB, available are 2.0 GiB" in bench.reason(INT4)
             assert bench.slot_engine.graphs == []

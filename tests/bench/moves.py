@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from tests.bench.report import Section
 
+from dskd import huge_pages
 from dskd.engine.batching import build_batch, build_slot_batch
 from dskd.engine.request import GenerationRequest
 from dskd.engine.sequence import Chunk
@@ -100,7 +101,9 @@ def _rows(name: str, store: Path) -> list[list[str]]:
         here = _times(mover.step_in_blocks)
         there = _seconds(mover.to_slots), _times(mover.step_in_slots), _seconds(mover.to_blocks)
         mover.forget()
-        if move > 0:  # the first one packs weights
+        if move == 0:  # it has packed the weights
+            huge_pages.collapse()
+        else:
             for key, seconds in zip(("blocks", "in", "slots", "out"), (here, *there), strict=True):
                 taken.setdefault(key, []).append(seconds)
     mover.close()
