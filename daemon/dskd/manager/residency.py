@@ -354,7 +354,9 @@ class Residency:
             self._log.exception("the second engine was not prepared", mode=graph_id.name)
             raise
         finally:
-            self._followers.pop(graph_id, None)
+            follower = self._followers.get(graph_id)
+            if follower and follower.overtaking is overtaking:  # else its modes have left and come back meanwhile
+                del self._followers[graph_id]
 
     def _overtake_follower(self, graph_id: GraphId) -> None:
         if graph_id in self._followers:
