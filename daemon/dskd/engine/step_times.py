@@ -30,7 +30,7 @@ class StepTimes:
 
     def __init__(self, seconds: Mapping[StepKind, float] | None = None) -> None:
         self._seconds = dict(seconds or {})
-        self._learned: dict[StepKind, float] = {}  # when: `time.monotonic`
+        self._learned = dict.fromkeys(self._seconds, time.monotonic())  # when; of what was known before, now
 
     @property
     def known(self) -> dict[StepKind, float]:
