@@ -14,7 +14,7 @@ from dskquant.convert import ConvertOptions, convert
 
 ROOT = Path(__file__).parent.parent
 CONVERTER = ROOT / "quant" / "dskquant"
-NOT_CONVERTING = ("commands", "calibration", "comparison.py", "cli.py", "inspection.py", "bits.py")
+NOT_CONVERTING = ("commands", "calibration", "plain", "comparison.py", "cli.py", "inspection.py", "bits.py")
 STORES = ROOT / ".cache" / "stores"
 HOUR_S = 3600
 

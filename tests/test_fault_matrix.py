@@ -600,9 +600,9 @@ async def test_a_set_that_arrives_after_its_config_in_pieces_is_applied_once_and
         before = await portrait(visit.client)
         async with unmoved(visit.client):
             daemon.drop(file, daemon.config_of(directory))
-            assert "missing" in await visit.outcomes.reason(file)
+            assert "no parameter set is there" in await visit.outcomes.reason(file)
             directory.mkdir()
-            assert "missing" in await visit.outcomes.reason(file)
+            assert "no parameter set is there" in await visit.outcomes.reason(file)
             shutil.copy(source / MANIFEST, directory)
             assert f"{PLANES}: missing" in await visit.outcomes.reason(file)
             for length in (0, 10_000, 100_000):

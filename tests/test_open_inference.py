@@ -474,7 +474,7 @@ async def test_a_model_that_must_be_named_is(tmp_path: Path, codec: TextCodec) -
     async with serving(tmp_path, {"a": FakeHost(codec), "b": FakeHost(codec)}) as service:
         code, message, details = await refusal(stub(service).ModelInfer(typed()))
     assert (code, field_of(details)) == (INVALID, "model_name")
-    assert message.endswith("loaded: a, b")
+    assert message.endswith("there are: a (serving), b (serving)")
 
 
 @asynchronous

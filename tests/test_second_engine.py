@@ -23,12 +23,12 @@ from dskd.config import EngineUse, ModelConfig, SchedulerConfig
 from dskd.engine.request import GenerationRequest, InFlight, MadeToken
 from dskd.engine.step_times import StepKind, StepTimes
 from dskd.manager import measuring
-from dskd.manager.build import Builder, Overtaking
 from dskd.manager.events import EventBus
 from dskd.manager.generation import Generation
 from dskd.manager.history import History
 from dskd.manager.manager import QuantizerManager
 from dskd.manager.measuring import ROWS, STEPS, measure_slots
+from dskd.manager.parts import Overtaking
 from dskd.manager.proof import Prover
 from dskd.manager.residency import Residency
 from dskd.manager.second_engine import SLOTS, prepare
@@ -212,6 +212,7 @@ async def test_a_mode_on_demand_comes_to_both_engines_and_leaves_both(store: Pat
 async def test_a_mode_that_it_lacks_is_served_by_the_first_engine_alone(store: Path) -> None:
     async with serving(store) as bench:
         assert await bench.engines(FP16) == ["toy"] * 6
+        await bench.residency.caught_up()
         assert bench.reason(FP16) == "slots does not have it"
 
 
@@ -287,9 +288,8 @@ def test_a_build_that_is_overtaken_while_the_second_graph_is_made_leaves_none(st
     prover = Prover(golden.read(store), engine, TOY_PROOF)
     second = prepare(config, slot_engine, engine, prover, state_dir(store))
     generation = Generation(1, "hash", ParameterSet(store, "toy", WEIGHTS, {}, {}))
-    builder = Builder(engine, store, config.options, prover, second)
     with capture_logs():
-        slots = builder.build_slots(generation, frozenset({FP32}), False, overtaking, at_once)
+        slots = second.build(generation, frozenset({FP32}), at_once, at_once, overtaking.check)
     assert (slots.graph, slots.reason) == (None, "overtaken by a later change")
     assert [graph.is_closed for graph in slot_engine.graphs] == [True]
 
@@ -302,7 +302,7 @@ async def test_a_change_does_not_wait_for_the_second_engine(store: Path) -> None
         bench.slot_engine.on_compile = may_go_on.wait
         await bench.manager.switch(FP32, InFlight.MIGRATE, "test", wait=True)
         assert await bench.engines() == ["toy"] * 6
-        assert bench.reason(FP32) == "slots is being prepared"
+        assert bench.reason(FP32) == "it is being prepared"
         may_go_on.set()
         await bench.residency.caught_up()
         assert await bench.engines() == ["toy"] + ["slots"] * 5

@@ -6,8 +6,9 @@ import asyncio
 import fnmatch
 import json
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dskapi.v1 import control_pb2
 from dskapi.v1.common_pb2 import PRECISION_MODE_INT4, PRECISION_MODE_INT8
 from dskquant.store import DEFAULT_PARAMETER_SET
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 PROMPT = "The lighthouse keeper"
 TOKENS = 24
 WATCH = {"settle_s": 0.05, "rescan_s": 600.0, "poll_s": 0.2}
@@ -125,7 +126,10 @@ async def unmoved(client: Client) -> AsyncIterator[Portrait]:
 
     async def ask() -> None:
         while not over.is_set():
+            began = time.monotonic()
             assert await portrait(client) == before
+            with suppress(asyncio.TimeoutError):  # a build waits for idle cores: it gets them half of the time
+                await asyncio.wait_for(over.wait(), time.monotonic() - began)
 
     asking = asyncio.create_task(ask())
     try:

@@ -9,7 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dskquant.errors import StoreError
 from dskquant.store import MANIFEST
+
+
+def check_destination(store: Path, replace: bool) -> None:
+    """Raises StoreError unless `store` may be written: it is new, or a store that shall be replaced."""
+    if not store.exists():
+        return
+    if not replace:
+        raise StoreError(f"{store} exists already; --force replaces it")
+    if not (store / MANIFEST).is_file():
+        raise StoreError(f"{store} is not a model store (no {MANIFEST}): it will not be replaced")
 
 
 @contextmanager

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from dskquant.commands import calibrate, compare, convert, inspect
+from dskquant.commands import calibrate, compare, convert, inspect, recommend
 from dskquant.errors import QuantError
 from dskquant.version import VERSION
 
-VERBS = (convert, calibrate, compare, inspect)
+VERBS = (convert, calibrate, compare, inspect, recommend)
 DONE, REFUSED, INTERRUPTED = 0, 1, 130
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from dskquant import golden, set_writer
 from dskquant.architecture import DecoderConfig
-from dskquant.aside import written_aside
+from dskquant.aside import check_destination, written_aside
 from dskquant.decoder import EMBEDDING, LM_HEAD, tensor_shapes
 from dskquant.engines import ENGINE_NAMES, load_engine
 from dskquant.errors import SchemeError, SourceError, StoreError
@@ -27,7 +27,6 @@ from dskquant.store import (
     GENERATION_CONFIG,
     GOLDEN,
     IR_XML,
-    MANIFEST,
     StoreManifest,
     file_sha256,
 )
@@ -74,7 +73,7 @@ def convert(source: Path, store: Path, options: ConvertOptions, progress: Progre
     when `store` exists already or cannot be written; whatever happens, `store` is either complete or as it was.
     """
     store = store.resolve()
-    _check_destination(store, options.replace)
+    check_destination(store, options.replace)
     opened = open_source(source)
     check_scheme(options.scheme, opened.decoder)
     with written_aside(store) as partial:
@@ -155,15 +154,6 @@ def _with_golden(store: Path, manifest: StoreManifest, progress: Progress) -> St
     manifest.write(store)
     progress("golden prompts", 1, 1)
     return manifest
-
-
-def _check_destination(store: Path, replace: bool) -> None:
-    if not store.exists():
-        return
-    if not replace:
-        raise StoreError(f"{store} exists already; --force replaces it")
-    if not (store / MANIFEST).is_file():
-        raise StoreError(f"{store} is not a model store (no {MANIFEST}): it will not be replaced")
 
 
 def _write_model(

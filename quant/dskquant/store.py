@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -154,9 +154,15 @@ def verify(store: Path, manifest: StoreManifest) -> None:
 
 def file_sha256(path: Path, before_piece: Callable[[], None] = lambda: None) -> str:
     """Hex SHA-256 of a file, read in pieces; what `before_piece` raises ends it."""
+    return files_sha256((path,), before_piece)
+
+
+def files_sha256(paths: Iterable[Path], before_piece: Callable[[], None] = lambda: None) -> str:
+    """`file_sha256` of the bytes of several files, one after the other."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            before_piece()
-            digest.update(piece)
+    for path in paths:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                before_piece()
+                digest.update(piece)
     return digest.hexdigest()

@@ -22,6 +22,7 @@ from tests.bench import (
     swaps,
     switching,
     synthetic,
+    tensor_batches,
 )
 from tests.bench.llama_cpp import LlamaCpp, threads
 from tests.bench.monitor import damage, estimate, false_trips, overhead, quality, scope, texts
@@ -33,6 +34,7 @@ CACHE = Path(__file__).parents[2] / ".cache"
 GGUF = CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2 = CACHE / "bench" / "smollm2"
 LLAMA = CACHE / "bench" / "llama-1.5b"
+ENCODER = CACHE / "bench" / "encoder"
 PLAIN = {mode: CACHE / "bench" / f"plain-{mode.value}" for mode in (PrecisionMode.INT4, PrecisionMode.INT8)}
 
 
@@ -83,6 +85,7 @@ SECTIONS: dict[str, Callable[[], report.Section]] = {
     "llama-cpp": _against_llama_cpp,
     "moves": lambda: moves.measure({name: store for store, name in NAMES.items()}),
     "load-swing": lambda: load_swing.measure(SMOLLM2),
+    "plain": lambda: tensor_batches.measure(ENCODER),
     "monitor-estimate": lambda: estimate.measure(SMOLLM2),
     "monitor-damage": lambda: damage.measure(SMOLLM2, _calibrated()),
     "monitor-scope": lambda: scope.measure(SMOLLM2, _calibrated()),
@@ -98,6 +101,8 @@ def _prepare() -> None:
         convert(GGUF, SMOLLM2, ConvertOptions(), lambda *_: None)
     if not LLAMA.exists():
         synthetic.make_store(SMOLLM2, LLAMA)
+    if not ENCODER.exists():
+        tensor_batches.make_store(ENCODER)
     for mode, directory in PLAIN.items():
         if not directory.exists():
             plain.export_plain(LLAMA, mode, directory)

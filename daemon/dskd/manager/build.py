@@ -5,49 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dskd import huge_pages, memory
-from dskd.errors import FailedPreconditionError
 from dskd.manager.generation import Generation
 from dskd.manager.measuring import InTurn
-from dskd.manager.proof import Proof, Prover
+from dskd.manager.parts import Build, Overtaking
+from dskd.manager.proof import Prover
 from dskd.manager.second_engine import SecondBuilder, SlotBuild
 from dskd.priority import at_once, lower_priority, when_idle
-from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
-from dskquant.modes import PrecisionMode
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """A graph that may serve, and what it took."""
-
-    graph: Graph
-    proofs: list[Proof]
-    phases_ms: dict[str, float] = field(default_factory=dict)
-
-
-class Overtaking:
-    """Tells a build that nobody wants it any more. The engines cannot be interrupted: it is asked between two phases.
-
-    May be used from any thread.
-    """
-
-    def __init__(self) -> None:
-        self._by: str | None = None
-
-    def overtake(self, by: str) -> None:
-        """`by` is what has come instead, such as "a later change"."""
-        self._by = by
-
-    def happened(self) -> bool:
-        return self._by is not None
-
-    def check(self) -> None:
-        """Raises FailedPreconditionError if it was overtaken."""
-        if self._by is not None:
-            raise FailedPreconditionError("change", f"overtaken by {self._by}")
+from dskquant.engines.protocol import CompileOptions, Engine, KVCache
+from dskquant.modes import QUANTIZED, PrecisionMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +29,14 @@ class Builder:
     options: CompileOptions
     prover: Prover
     second: SecondBuilder | None = None
+
+    def graph_key(self, mode: PrecisionMode) -> frozenset[PrecisionMode]:
+        """The modes served by the graph that serves `mode`."""
+        return self.options.graph_key(mode)
+
+    def weights_of(self, generation: Generation, modes: frozenset[PrecisionMode]) -> str:
+        """Hash of the generation; "" for float modes, which run the source weights in all generations."""
+        return generation.hash if modes <= QUANTIZED else ""
 
     def require_memory(self, graphs: Collection[frozenset[PrecisionMode]], given_back: int = 0) -> None:
         """Raises ResourceExhaustedError, with the numbers, unless the graphs of these modes fit into memory.
@@ -89,15 +67,15 @@ class Builder:
         if cache is not None:
             lower_priority()
         overtaking.check()
-        with _timed(phases, "validate"):
+        with timed(phases, "validate"):
             self.require_memory([modes])
         engine_thread = at_once if cache is None else when_idle
-        with _timed(phases, "build"):
+        with timed(phases, "build"):
             parameters = generation.effective_parameters
             graph = engine_thread(lambda: self.engine.compile(self.store, modes, self.options, parameters))
         try:
             overtaking.check()
-            with _timed(phases, "prove"):
+            with timed(phases, "prove"):
                 proofs = self.prover.judge(engine_thread(lambda: self.prover.ask(graph)))
                 graph.release_source()
                 huge_pages.collapse()
@@ -109,30 +87,27 @@ class Builder:
         except BaseException:
             graph.close()
             raise
-        return Build(graph, proofs, phases)
+        build_slots = partial(self._build_slots, self.second, generation, modes) if self.second else None
+        return Build(graph, proofs, phases, build_slots)
 
-    def build_slots(
+    def _build_slots(
         self,
+        second: SecondBuilder,
         generation: Generation,
         modes: frozenset[PrecisionMode],
         is_serving: bool,
         overtaking: Overtaking,
         in_turn: InTurn,
     ) -> SlotBuild:
-        """The graph of the second engine of modes that `build` has built, or why there is none.
-
-        Blocks as `build` does; `is_serving`: the cores are wanted by others.
-        """
-        if self.second is None:
-            return SlotBuild()
         if is_serving:
             lower_priority()
         engine_thread = when_idle if is_serving else at_once
-        return self.second.build(generation, modes, engine_thread, in_turn, overtaking.check)
+        return second.build(generation, modes, engine_thread, in_turn, overtaking.check)
 
 
 @contextmanager
-def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
+def timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    """Notes the milliseconds that the block takes."""
     began = time.perf_counter()
     yield
     phases[name] = (time.perf_counter() - began) * 1e3

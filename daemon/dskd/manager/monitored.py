@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from dskd.engine.request import ModeRules, ScoringPlan
-from dskd.engine.step_loop import StepLoop
 from dskd.manager.journal import Journal
+from dskd.manager.parts import ModelLoop
 from dskd.manager.residency import Residency
 from dskd.manager.transitions import Serving, Transitions
 from dskd.manager.types import HistoryEntry
@@ -24,7 +24,7 @@ class ManagedModel:
         self,
         transitions: Transitions,
         residency: Residency,
-        loop: StepLoop,
+        loop: ModelLoop,
         journal: Journal,
         proofs_are_absolute: bool,
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,16 @@ class Proof:
 
     mode: PrecisionMode
     divergence: Divergence
+
+
+def ratio_of_db(sqnr_db: float) -> float:
+    """Noise power over signal power."""
+    return float(10 ** (-sqnr_db / 10))
+
+
+def db_of_ratio(ratio: float) -> float:
+    """Signal to noise in dB; infinity for no noise at all."""
+    return -10 * math.log10(ratio) if ratio > 0 else math.inf
 
 
 class Prover:

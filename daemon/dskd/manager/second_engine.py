@@ -72,10 +72,6 @@ class SecondBuilder:
         choice = by_time if chooses else always_in_slots
         return SecondEngine(self.engine.name, self.cache, choice, self.times, explores=chooses)
 
-    def lacks(self, modes: frozenset[PrecisionMode]) -> bool:
-        """Whether the engine never has a graph of `modes`."""
-        return not modes <= self.engine.modes
-
     def build(
         self,
         generation: Generation,
@@ -90,7 +86,7 @@ class SecondBuilder:
         interpreter's lock for long. It is proven in `engine_thread`, and timed `in_turn`. `check` raises a DskdError
         when it is wanted no longer.
         """
-        if self.lacks(modes):
+        if not modes <= self.engine.modes:
             return SlotBuild(reason=f"{self.engine.name} does not have it")
         try:
             needed = self.engine.estimate_bytes(self.store, modes, self.options)

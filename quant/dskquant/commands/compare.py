@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dskquant import parameter_set
+from dskquant.commands.options import modes
 from dskquant.commands.progress import progress_bar
 from dskquant.comparison import ModeQuality, NamedSet, compare_modes, encode_text
 from dskquant.engines import ENGINE_NAMES, load_engine
 from dskquant.engines.protocol import CompileOptions
 from dskquant.errors import SourceError
-from dskquant.modes import LADDER, PrecisionMode
+from dskquant.modes import LADDER
 from dskquant.parameter_set import Codes, ParameterSet, Progress
 from dskquant.set_writer import complete
 from dskquant.store import StoreManifest
@@ -52,7 +53,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--data", metavar="TEXT", type=Path, required=True, help="a text file, UTF-8")
     parser.add_argument("--tokens", type=_positive, default=2048, help="of the text, at most (default: %(default)s)")
     parser.add_argument("--window", type=_positive, default=512, help="tokens of context (default: %(default)s)")
-    parser.add_argument("--modes", type=_modes, default=LADDER, help="comma-separated (default: all)")
+    parser.add_argument("--modes", type=modes, default=LADDER, help="comma-separated (default: all)")
     parser.add_argument(
         "--activation-group",
         type=int,
@@ -130,11 +131,3 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 2")
     return int(text)
-
-
-def _modes(text: str) -> tuple[PrecisionMode, ...]:
-    try:
-        return tuple(PrecisionMode(word) for word in text.split(","))
-    except ValueError:
-        known = ", ".join(mode.value for mode in LADDER)
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are {known}, separated by commas") from None

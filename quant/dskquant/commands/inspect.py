@@ -13,14 +13,19 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from dskquant.bits import Bits
+from dskquant.commands.options import print_modes, spec_words
 from dskquant.errors import StoreError
 from dskquant.inspection import FileReport, ListedFile, Report, SchemeGroup, SetReport, StoreReport, inspect, problems
+from dskquant.plain.inspection import PlainReport, inspect_plain
+from dskquant.plain.store import is_plain_store
 from dskquant.scheme import Role
+from dskquant.store import MANIFEST
 
 DESCRIPTION = """\
-Shows what a model store, a parameter set or a safetensors file holds: identity and shape, files with their sizes and
-SHA-256, tensors by scheme, and bits per weight with everything counted (scales, zero-points, embeddings, and the
-weights that are not quantized). Of a store or a set its manifest.json may be given too. Nothing is run."""
+Shows what a store, a parameter set or a safetensors file holds: identity and shape, files with their sizes and
+SHA-256; of a language model its tensors by scheme, and bits per weight with everything counted (scales, zero-points,
+embeddings, and the weights that are not quantized); of a plain graph its modes and their noise. Of a store or a set its
+manifest.json may be given too. Nothing is run."""
 
 EXAMPLES = """\
 examples:
@@ -57,6 +62,10 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Raises StoreError for what cannot be read, and, after it is shown, for files that are missing or damaged."""
+    store = options.path.parent if options.path.name == MANIFEST else options.path
+    if is_plain_store(store):
+        _run_plain(store, options)
+        return
     report = inspect(options.path, options.verify)
     if options.json:
         print(json.dumps(asdict(report), indent=2))
@@ -64,6 +73,31 @@ def run(options: argparse.Namespace) -> None:
         _print(report)
     if found := list(problems(report)):
         raise StoreError(f"{options.path}: {'; '.join(found)}")
+
+
+def _run_plain(store: Path, options: argparse.Namespace) -> None:
+    report = inspect_plain(store, options.verify)
+    if options.json:
+        print(json.dumps(asdict(report) | {"manifest": report.manifest.as_json()}, indent=2))
+    else:
+        _print_plain(report)
+    if report.problems:
+        raise StoreError(f"{store}: {'; '.join(report.problems)}")
+
+
+def _print_plain(report: PlainReport) -> None:
+    manifest = report.manifest
+    facts = [
+        ("path", report.path),
+        ("made from", manifest.source_sha256),
+        ("inputs", spec_words(manifest.inputs)),
+        ("outputs", spec_words(manifest.outputs)),
+        ("batches", "of any number of rows" if manifest.batch_axis == 0 else "one request in each run"),
+    ]
+    Console(markup=False, emoji=False).print(
+        _facts(f"store of the graph {manifest.name}", facts), _files(report.files), sep="\n"
+    )
+    print_modes(manifest)
 
 
 def _print(report: Report) -> None:

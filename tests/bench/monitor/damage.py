@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tests.bench.monitor import texts
 from tests.bench.monitor.live import STREAMS, Answer, Live, SeenToken, Streams, live
 from tests.bench.monitor.offline import offline
@@ -20,18 +23,23 @@ from tests.changed_sets import changed_set, scaled
 from dskd.engine.sequence import Sequence
 from dskd.monitor.bets import samples_to_trip
 from dskd.monitor.config import MonitorConfig
+from dskd.monitor.shadow import TimeBudget
 from dskd.monitor.states import FallbackState, Repair
 from dskquant.modes import PrecisionMode
 
 INT4, INT8, FP32 = PrecisionMode.INT4, PrecisionMode.INT8, PrecisionMode.FP32
 LAYER, FACTOR = ".layers.5.", 1.5
 PROMPT, NEW = 64, 192
-REPEATS = 3
+REPEATS = 1
 HEALTHY_TOKENS, REPAIRED_TOKENS = 400, 800
 KEPT_LOGITS = 600
 BLOCK = 32
 LIMIT_S = 240.0
-DEFAULT, THOROUGH = MonitorConfig(), MonitorConfig(share=0.25, time_share=0.3)
+DWELL_S = 900.0
+"""Of a fallback: no trial falls into what is measured."""
+
+DEFAULT = MonitorConfig(dwell_s=DWELL_S)
+THOROUGH = replace(DEFAULT, share=0.25, time_share=0.3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,7 @@ class Episode:
     mean_kl: float  # of all samples of the damaged set
     threshold: float
     trip_s: float
+    score_s: float  # mean seconds that a block took to be scored
     after: frozenset[PrecisionMode]  # modes of the damaged generation's tokens once the first FP32 one was made
     repaired_kl: float  # of the tokens served after it, against FP32 run over the same texts
     healthy_tokens: int  # from the good set to HEALTHY
@@ -63,12 +72,11 @@ def measure(store: Path, good: Path) -> Section:
         f"SmolLM2-135M under {STREAMS} streams; the scales of one decoder layer x {FACTOR}, let past the proof by "
         "limits "
         "wide open; thresholds from the calibration of the good set, reference FP32. Prediction: `samples_to_trip` "
-        "of the "
-        f"noise and threshold at hand over the configured share, and a block of each stream. Means of {REPEATS} "
-        "damages. KL after the repair: "
-        "of the logits that were served, against FP32 over the same texts from an empty cache. Sampling: share of "
-        "the "
-        "blocks, and of the time at most; the first is the default.",
+        "of the noise and threshold at hand, in blocks, which come as fast as the share of the blocks and the share of "
+        f"the time allow, and a block of each stream; damages a row: {REPEATS}. KL after the repair: of the logits "
+        "that were served, against FP32 over the same texts from an empty cache. Sampling: share of the blocks, and "
+        f"of the time at most; the first is the default. A fallback lasts {DWELL_S:.0f} s here, for want of trials in "
+        "between.",
         [
             "sampling",
             "repair",
@@ -88,8 +96,7 @@ def measure(store: Path, good: Path) -> Section:
 
 def _row(monitor: MonitorConfig, episodes: list[Episode], failed: int, requests: int) -> list[str]:
     mean_kl, threshold = float(np.mean([one.mean_kl for one in episodes])), episodes[0].threshold
-    samples = samples_to_trip(mean_kl, threshold, monitor.false_trip_samples)
-    predicted = samples / monitor.share + STREAMS * BLOCK  # a block is scored when it is full
+    predicted = np.mean([_predicted(monitor, one) for one in episodes])
     modes = sorted({mode.value for one in episodes for mode in one.after})
     cells = [
         f"{monitor.share:.0%}, {monitor.time_share:.0%}",
@@ -101,6 +108,15 @@ def _row(monitor: MonitorConfig, episodes: list[Episode], failed: int, requests:
     cells += [", ".join(f"{one.trip_s:.1f}" for one in episodes), ", ".join(modes)]
     cells += [f"{np.mean([one.repaired_kl for one in episodes]):.6f}", _each([one.healthy_tokens for one in episodes])]
     return [*cells, f"{failed} of {requests}"]
+
+
+def _predicted(monitor: MonitorConfig, episode: Episode) -> float:
+    """Tokens until FP32."""
+    samples = samples_to_trip(episode.mean_kl, episode.threshold, monitor.false_trip_samples)
+    blocks = math.ceil(samples / BLOCK)
+    by_share = blocks * BLOCK / monitor.share
+    by_time = blocks * episode.score_s / monitor.time_share * episode.tokens / episode.trip_s
+    return max(by_share, by_time) + STREAMS * BLOCK  # a block is scored when it is full
 
 
 def _each(counts: list[int]) -> str:
@@ -136,10 +152,12 @@ class _Half:
 async def _episode(bench: Live, streams: Streams, good: Path, damaged: Path) -> _Half:
     await _grown(bench, streams, HEALTHY_TOKENS)
     bad = (await bench.apply(damaged)).to_generation
-    await _in_state(bench, streams, FallbackState.TRIPPED)
+    with _spent_on_scoring() as spent:
+        await _in_state(bench, streams, FallbackState.TRIPPED)
     await _grown(bench, streams, REPAIRED_TOKENS)
-    threshold = bench.noise(INT4).threshold
-    again = (await bench.apply(good)).to_generation
+    threshold, score_s = bench.noise(INT4).threshold, float(np.mean(spent))
+    await bench.apply(good)
+    mended = len(bench.seen)
     await _in_state(bench, streams, FallbackState.HEALTHY)
     by_bad = [token for token in bench.seen if token.generation == bad]
     first = next(index for index, token in enumerate(by_bad) if token.mode is FP32)
@@ -152,12 +170,28 @@ async def _episode(bench: Live, streams: Streams, good: Path, damaged: Path) -> 
             mean_kl=float(np.concatenate([score.kl for score in scores]).mean()),
             threshold=threshold or float("nan"),
             trip_s=tripped_at - by_bad[0].began,
+            score_s=score_s,
             after=frozenset(token.mode for token in by_bad[first:]),
             repaired_kl=float("nan"),
-            healthy_tokens=sum(token.generation == again for token in bench.seen),
+            healthy_tokens=len(bench.seen) - mended,
         ),
         [token for token in by_bad if token.logits is not None],
     )
+
+
+@contextmanager
+def _spent_on_scoring() -> Iterator[list[float]]:
+    """Seconds that each block took to be scored."""
+    spent: list[float] = []
+    spend = TimeBudget.spend
+
+    def seen(budget: TimeBudget, seconds: float) -> None:
+        spent.append(seconds)
+        spend(budget, seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TimeBudget, "spend", seen)
+        yield spent
 
 
 async def _grown(bench: Live, streams: Streams, tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ class OpenVINOPlainGraph:
 
     def __init__(self, path: Path, threads: int) -> None:
         try:
-            compiled = CORE.compile_model(path, "CPU", {**EXACT, "INFERENCE_NUM_THREADS": threads})
+            model = CORE.read_model(path)
+            compiled = CORE.compile_model(model, "CPU", {**EXACT, "INFERENCE_NUM_THREADS": threads})
             self._request = compiled.create_infer_request()
         except Exception as error:  # the library raises plain RuntimeErrors, and others for files it cannot find
             raise EngineError(f"OpenVINO cannot load {path}: {error}") from error
-        self.inputs = tuple(map(_spec, compiled.inputs))
-        self.outputs = tuple(map(_spec, compiled.outputs))
+        self.inputs = tuple(map(_spec, compiled.inputs, _names(model.inputs)))
+        self.outputs = tuple(map(_spec, compiled.outputs, _names(model.outputs)))
 
     def run(self, tensors: Tensors) -> dict[str, NDArray[Any]]:
         check_tensors(self.inputs, tensors)
@@ -39,8 +41,13 @@ class OpenVINOPlainGraph:
         return {spec.name: results[index].copy() for index, spec in enumerate(self.outputs)}
 
 
-def _spec(port: ov.ConstOutput) -> TensorSpec:
+def _names(ports: Iterable[ov.Output]) -> list[str]:
+    """Those of the file. Compiled, a port may have those of casts that were dropped too."""
+    return [str(port.any_name) for port in ports]
+
+
+def _spec(port: ov.ConstOutput, name: str) -> TensorSpec:
     if port.element_type == ov.Type.string:
-        raise EngineError(f"{port.any_name}: tensors of strings are not supported")
+        raise EngineError(f"{name}: tensors of strings are not supported")
     shape = tuple(None if size.is_dynamic else size.get_length() for size in port.partial_shape)
-    return TensorSpec(port.any_name, np.dtype(port.element_type.to_dtype()), shape)
+    return TensorSpec(name, np.dtype(port.element_type.to_dtype()), shape)
