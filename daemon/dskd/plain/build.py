@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 from dskd import memory
 from dskd.config import ProofConfig
@@ -16,7 +15,7 @@ from dskd.manager.parts import Build, Overtaking
 from dskd.manager.proof import Proof, db_of_ratio, ratio_of_db
 from dskd.plain.generation import PlainGeneration, PlainSet, modes_of
 from dskd.plain.served_graph import ServedGraph
-from dskd.priority import at_once, lower_priority, when_idle
+from dskd.priority import lower_priority
 from dskquant.divergence import Divergence
 from dskquant.errors import EngineError, TensorError
 from dskquant.modes import PrecisionMode
@@ -128,8 +127,7 @@ class PlainBuilder:
             graph = self._load(generation.parameters, mode, stored)
         overtaking.check()
         with timed(phases, "prove"):
-            ask = at_once if cache is None else when_idle
-            proof = self.prover.judge(mode, golden, ask(partial(self._ask, graph, golden)))
+            proof = self.prover.judge(mode, golden, self._ask(graph, golden))
         overtaking.check()
         return Build(graph, [proof], phases)
 
