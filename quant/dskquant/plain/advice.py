@@ -13,7 +13,6 @@ from dskquant.plain.noise import GraphNoise
 WANTED_SQNR_DB = 20.0
 """Of a mode that is advised: noise of a hundredth of the power of the signal."""
 
-WANTED_TOP1 = 0.99
 WORTH = 1.1
 """Times as fast as FP32 that a mode must be for its noise to be worth it."""
 
@@ -50,7 +49,7 @@ def advise(
 ) -> Advice:
     """`figures` has FP32 on at least one engine."""
     float32 = min((each for each in figures if each.mode is REFERENCE), key=_ms)
-    best = min((each for each in figures if is_exact(each.noise, wanted_db)), key=_ms, default=float32)
+    best = min((each for each in figures if each.noise.sqnr_db >= wanted_db), key=_ms, default=float32)
     if float32.ms < best.ms * WORTH:
         best = float32
     reasons = [
@@ -64,11 +63,6 @@ def advise(
 
 def _ms(figures: Figures) -> float:
     return figures.ms
-
-
-def is_exact(noise: GraphNoise, wanted_db: float) -> bool:
-    """Whether a graph with that noise may be advised."""
-    return noise.sqnr_db >= wanted_db and (noise.top1 is None or noise.top1 >= WANTED_TOP1)
 
 
 def _told_kind(kind: GraphKind, layers: Sequence[Layer]) -> str:
@@ -86,16 +80,14 @@ def _told_modes(figures: Sequence[Figures], float32: Figures, wanted_db: float) 
         fastest = min((each for each in figures if each.name == name), key=_ms)
         speed = f"{float32.ms / fastest.ms:.2f} times as fast as FP32 ({fastest.engine})"
         size = f"{fastest.nbytes / float32.nbytes:.0%} of its size"
-        enough = (
-            "exact enough"
-            if is_exact(fastest.noise, wanted_db)
-            else f"too noisy (wanted: {_wanted(wanted_db, fastest)})"
-        )
-        yield f"{name}: {speed}, {size}, {fastest.noise.sqnr_db:.1f} dB: {enough}"
+        yield f"{name}: {speed}, {size}, {_told_noise(fastest.noise, wanted_db)}"
 
 
-def _wanted(wanted_db: float, figures: Figures) -> str:
-    return f"{wanted_db:g} dB" + ("" if figures.noise.top1 is None else f" and {WANTED_TOP1:.0%} of the top-1")
+def _told_noise(noise: GraphNoise, wanted_db: float) -> str:
+    if noise.sqnr_db < wanted_db:
+        return f"{noise.sqnr_db:.1f} dB: too noisy (wanted: {wanted_db:g} dB)"
+    flips = "" if noise.top1 in (None, 1.0) else f", though the top-1 of {noise.top1:.1%} of the rows is the same alone"
+    return f"{noise.sqnr_db:.1f} dB: exact enough{flips}"
 
 
 def _told_engines(figures: Sequence[Figures]) -> Iterator[str]:

@@ -65,7 +65,7 @@ def convert_plain(source: Path, store: Path, options: PlainOptions, progress: Pr
         maker = open_maker(source, Path(scratch))
         path = partial / f"{REFERENCE.value}{maker.suffix}"
         maker.copy(path)
-        reference = ask_reference(maker.engine, path, options.data.samples)
+        reference = ask_reference(maker.engine, source, options.data.samples)
         batch_axis = find_batch_axis(reference.graph, reference.samples, reference.answers)
         write_golden(partial, _golden(reference, batch_axis))
         graphs = {REFERENCE: _stored(path, "as given", None)}

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from dskquant.errors import EngineError, QuantError
 from dskquant.modes import LADDER, REFERENCE, PrecisionMode
 from dskquant.parameter_set import Progress
-from dskquant.plain.advice import WANTED_SQNR_DB, Advice, Figures, advise, is_exact
+from dskquant.plain.advice import WANTED_SQNR_DB, Advice, Figures, advise
 from dskquant.plain.load import PLAIN_ENGINE_NAMES, load_plain_graph
 from dskquant.plain.maker import GraphKind, GraphMaker, Int8Method, Recipe, kind_of, open_maker
 from dskquant.plain.noise import GraphNoise
@@ -148,7 +148,7 @@ def _look_into(
     if whole is None:
         return [], None
     groups = measure_groups(maker, recipe, reference, scratch, progress)
-    if is_exact(reference.noise_of(reference.load(whole.path), whole.name), wanted_db):
+    if reference.noise_of(reference.load(whole.path), whole.name).sqnr_db >= wanted_db:
         return groups, None
     return groups, find_mixed(maker, recipe, reference, groups, wanted_db, scratch / f"mixed{maker.suffix}")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from dskquant.errors import EngineError
 from dskquant.modes import PrecisionMode
 from dskquant.parameter_set import Progress
-from dskquant.plain.advice import is_exact
 from dskquant.plain.maker import GraphMaker, Layer, Recipe
 from dskquant.plain.noise import GraphNoise
 from dskquant.plain.reference import Reference
@@ -80,7 +79,7 @@ def find_mixed(
             continue
         kept = frozenset(itertools.chain.from_iterable(group.layers for group in noisiest[:count]))
         noise, method = _make(maker, replace(recipe, keep_float=kept), reference, path)
-        if noise is not None and is_exact(noise, wanted_db):
+        if noise is not None and noise.sqnr_db >= wanted_db:
             return Mixed(tuple(layer.name for layer in maker.layers if layer.name in kept), noise, path, method)
         attempts += 1
         if attempts == MOST_ATTEMPTS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import math
 import shutil
@@ -45,7 +47,8 @@ class IRMaker:
             PrecisionMode.INT4: self._make_int4,
         }
         try:
-            return makers[mode](recipe, samples, path)
+            with contextlib.redirect_stdout(io.StringIO()):  # NNCF shows its progress there
+                return makers[mode](recipe, samples, path)
         except EngineError:
             raise
         except Exception as error:  # the quantizers raise whatever they stumble over
@@ -98,7 +101,7 @@ def _nncf() -> Any:
         import nncf
     except ImportError:
         raise EngineError("an IR is quantized by NNCF, which is not installed: pip install 'dskd[nncf]'") from None
-    nncf.set_log_level(logging.ERROR)  # it writes to stdout, which is for results
+    nncf.set_log_level(logging.ERROR)  # it logs to stdout, which is for results
     return nncf
 
 
