@@ -221,7 +221,7 @@ class ModelConfig:
     threads: Annotated[int, Between(0, 4096)] = 0  # 0: all cores
     kv_precision: Annotated[str, OneOf(("u8", "f16", "bf16", "f32"))] = "u8"
     kv_cache_bytes: Annotated[ByteSize, Between(1, MOST_BYTES)] = field(default=ByteSize(2 << 30))
-    slot_bytes: Annotated[ByteSize, Between(1, MOST_BYTES)] = field(default=ByteSize(1 << 30))  # of ONNX Runtime
+    slot_bytes: Annotated[ByteSize, Between(1, MOST_BYTES)] = field(default=ByteSize(2 << 30))  # of ONNX Runtime
     weights: WeightLayout = WeightLayout.SHARED
     activation_group: Annotated[int, Between(0, 1 << 16)] = 128  # 0: float activations
     on_demand_ttl_s: Annotated[float, Between(0, LONGEST_S)] = 60.0

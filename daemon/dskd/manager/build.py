@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from dskd import memory
+from dskd import huge_pages, memory
 from dskd.manager.generation import Generation
 from dskd.manager.measuring import InTurn
 from dskd.manager.parts import Build, Overtaking
-from dskd.manager.proof import Proof, Prover
+from dskd.manager.proof import Prover
 from dskd.manager.second_engine import SecondBuilder, SlotBuild
 from dskd.priority import at_once, lower_priority, when_idle
 from dskquant.engines.protocol import CompileOptions, Engine, KVCache
@@ -72,30 +73,36 @@ class Builder:
         with timed(phases, "build"):
             parameters = generation.effective_parameters
             graph = engine_thread(lambda: self.engine.compile(self.store, modes, self.options, parameters))
-        slots = SlotBuild()
         try:
             overtaking.check()
             with timed(phases, "prove"):
                 proofs = self.prover.judge(engine_thread(lambda: self.prover.ask(graph)))
                 graph.release_source()
-            if self.second is not None:
-                with timed(phases, "second_engine"):
-                    slots = self.second.build(generation, graph, engine_thread, in_turn, overtaking.check)
+                huge_pages.collapse()
+                if self.second is not None:
+                    self.second.measure_paged(graph, in_turn)
             overtaking.check()
             if cache is not None:
                 graph.bind(cache)
         except BaseException:
             graph.close()
-            slots.close()
             raise
-        return Build(graph, _worst(proofs, slots.proofs), phases, slots)
+        build_slots = partial(self._build_slots, self.second, generation, modes) if self.second else None
+        return Build(graph, proofs, phases, build_slots)
 
-
-def _worst(proofs: Iterable[Proof], others: Iterable[Proof]) -> list[Proof]:
-    """A mode is as noisy as on the noisier of its engines."""
-    by_mode = {proof.mode: proof for proof in others}
-    pairs = ((proof, by_mode.get(proof.mode, proof)) for proof in proofs)
-    return [max(pair, key=lambda proof: proof.divergence.mean_kl) for pair in pairs]
+    def _build_slots(
+        self,
+        second: SecondBuilder,
+        generation: Generation,
+        modes: frozenset[PrecisionMode],
+        is_serving: bool,
+        overtaking: Overtaking,
+        in_turn: InTurn,
+    ) -> SlotBuild:
+        if is_serving:
+            lower_priority()
+        engine_thread = when_idle if is_serving else at_once
+        return second.build(generation, modes, engine_thread, in_turn, overtaking.check)
 
 
 @contextmanager

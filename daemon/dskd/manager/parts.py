@@ -63,6 +63,13 @@ class ResidentGraph(Protocol):
     def close(self) -> None: ...
 
 
+BuildSlots = Callable[[bool, "Overtaking", InTurn], SlotBuild]
+"""Makes a graph of the second engine, or tells why there is none; the first argument tells whether something serves.
+
+Blocks for as long as it takes, and ends early when it is overtaken.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Build:
     """A graph that may serve, and what it took."""
@@ -70,7 +77,7 @@ class Build:
     graph: ResidentGraph
     proofs: list[Proof]
     phases_ms: dict[str, float] = field(default_factory=dict)
-    slots: SlotBuild = field(default_factory=SlotBuild)  # the same on the second engine
+    build_slots: BuildSlots | None = None  # makes the same on the second engine; None: there is none
 
 
 class Overtaking:
@@ -168,6 +175,7 @@ class ModelLoop(Protocol):
     def stop(self) -> None: ...
     def drain(self, grace_s: float) -> Future[int]: ...
     def install(self, generation: int, graph: Any, slot_graph: Any = None) -> Future[None]: ...
+    def install_slots(self, generation: int, slot_graph: Any) -> Future[None]: ...
     def flip(self, mode: PrecisionMode, generation: int, in_flight: InFlight) -> Future[FlipReport]: ...
     def retire(self, generation: int, modes: frozenset[PrecisionMode]) -> Future[bool]: ...
     def suspend(self, generation: int, modes: frozenset[PrecisionMode]) -> Future[None]: ...

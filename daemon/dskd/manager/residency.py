@@ -17,7 +17,7 @@ from dskd import memory
 from dskd.errors import FailedPreconditionError
 from dskd.manager.events import EventBus
 from dskd.manager.measuring import InTurn
-from dskd.manager.parts import Build, ModelBuilder, ModelLoop, Overtaking, ResidentGraph, ServedGeneration
+from dskd.manager.parts import Build, BuildSlots, ModelBuilder, ModelLoop, Overtaking, ResidentGraph, ServedGeneration
 from dskd.manager.proof import Proof
 from dskd.manager.second_engine import SlotBuild
 from dskd.priority import at_once
@@ -59,6 +59,13 @@ class Resident:
     def nbytes(self) -> int:
         return self.graph.resident_bytes + self.slots.nbytes
 
+    @property
+    def worst_proofs(self) -> list[Proof]:
+        """A mode is as noisy as on the noisier of its engines."""
+        by_mode = {proof.mode: proof for proof in self.slots.proofs}
+        pairs = ((proof, by_mode.get(proof.mode, proof)) for proof in self.proofs)
+        return [max(pair, key=lambda proof: proof.divergence.mean_kl) for pair in pairs]
+
     def close(self) -> None:
         self.graph.close()
         self.slots.close()
@@ -66,7 +73,7 @@ class Resident:
 
 @dataclass(slots=True)
 class _UnderWay:
-    task: asyncio.Task[dict[str, float]]
+    task: asyncio.Task[Any]
     overtaking: Overtaking
 
 
@@ -90,6 +97,8 @@ class Residency:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"build-{model}")
         self._residents: dict[GraphId, Resident] = {}
         self._builds: dict[Installation, _UnderWay] = {}
+        self._followers: dict[GraphId, _UnderWay] = {}  # graphs of the second engine, of modes that serve already
+        self._num_preparing = 0
         self._held: Counter[Installation] = Counter()
         # a graph that is on its way out must be gone before its successor can be installed
         self._changing: defaultdict[GraphId, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -128,7 +137,15 @@ class Residency:
     def proofs(self, generation: ServedGeneration) -> dict[PrecisionMode, Proof]:
         """What its graphs in memory answered to the golden prompts."""
         found = [self._residents.get(self._id(generation, mode)) for mode in LADDER]
-        return {proof.mode: proof for resident in found if resident for proof in resident.proofs}
+        return {proof.mode: proof for resident in found if resident for proof in resident.worst_proofs}
+
+    def second_noise(self, generation: ServedGeneration, mode: PrecisionMode) -> float:
+        """How many times noisier `mode` is on the noisier engine than on the first one, by their proofs; 1 or more."""
+        resident = self._residents.get(self._id(generation, mode))
+        kl = {proof.mode: proof.divergence.mean_kl for proof in (resident.proofs if resident else ())}
+        if resident is None or not kl.get(mode):
+            return 1.0
+        return max(proof.divergence.mean_kl for proof in resident.worst_proofs if proof.mode is mode) / kl[mode]
 
     @property
     def in_preparation(self) -> list[str]:
@@ -143,7 +160,9 @@ class Residency:
             if graph_id not in self._residents:
                 build = await self._build(generation, graph_id, Overtaking())
                 last_use = {generation.number: time.monotonic()}
-                self._residents[graph_id] = Resident(build.graph, build.proofs, last_use, build.slots)
+                self._residents[graph_id] = resident = Resident(build.graph, build.proofs, last_use)
+                if build.build_slots:
+                    resident.slots = await self._build_slots(build.build_slots, Overtaking())
 
     @property
     def any_graph(self) -> ResidentGraph:
@@ -209,6 +228,7 @@ class Residency:
         for graph_id in {self._id(generation, mode) for mode in modes}:
             async with self._changing[graph_id]:
                 resident = self._residents.pop(graph_id)
+                self._overtake_follower(graph_id)
                 for number in resident.last_use:
                     await asyncio.wrap_future(self._loop.suspend(number, graph_id.modes))
                 await asyncio.to_thread(resident.close)
@@ -232,8 +252,15 @@ class Residency:
         """Ends the releasing, and waits for the builds under way, whatever becomes of them."""
         self._is_settling = True
         self._stirred.set()
-        while self._builds:
-            await asyncio.wait([build.task for build in self._builds.values()])
+        for graph_id in list(self._followers):
+            self._overtake_follower(graph_id)
+        while under_way := [*self._builds.values(), *self._followers.values()]:
+            await asyncio.wait([build.task for build in under_way])
+
+    async def caught_up(self) -> None:
+        """Waits until the second engine has what the first one has, as far as it can."""
+        while self._followers:
+            await asyncio.wait([follower.task for follower in self._followers.values()])
 
     def close(self) -> None:
         """Frees everything; blocks until a build under way has ended. The loop must have stopped."""
@@ -262,7 +289,9 @@ class Residency:
                 if resident is None:  # else another generation that agrees on it has it
                     self._publish("mode.preparing", f"preparing {graph_id.name}", wanted)
                     build = await self._build(generation, graph_id, overtaking)
-                    resident, phases = Resident(build.graph, build.proofs, slots=build.slots), build.phases_ms
+                    resident, phases = Resident(build.graph, build.proofs), build.phases_ms
+                    if build.build_slots:
+                        self._start_following(graph_id, resident, build.build_slots)
                 await asyncio.wrap_future(self._loop.install(generation.number, resident.graph, resident.slots.graph))
                 resident.last_use[generation.number] = time.monotonic()
                 self._residents[graph_id] = resident
@@ -293,16 +322,60 @@ class Residency:
             )
         return build
 
+    def _start_following(self, graph_id: GraphId, resident: Resident, build_slots: BuildSlots) -> None:
+        """Has the graph of the second engine made, while the first one serves alone."""
+        if self._is_settling:
+            return
+        resident.slots = SlotBuild(reason="it is being prepared")
+        overtaking = Overtaking()
+        task = asyncio.create_task(self._follow(graph_id, resident, build_slots, overtaking))
+        task.add_done_callback(_retrieve_error)
+        self._followers[graph_id] = _UnderWay(task, overtaking)
+
+    async def _follow(
+        self, graph_id: GraphId, resident: Resident, build_slots: BuildSlots, overtaking: Overtaking
+    ) -> None:
+        try:
+            slots = await self._build_slots(build_slots, overtaking)
+            async with self._changing[graph_id]:
+                if self._residents.get(graph_id) is not resident:
+                    await asyncio.to_thread(slots.close)
+                    return
+                resident.slots = slots
+                if slots.graph is not None:
+                    for number in resident.last_use:
+                        await asyncio.wrap_future(self._loop.install_slots(number, slots.graph))
+        except Exception:
+            self._log.exception("the second engine was not prepared", mode=graph_id.name)
+            raise
+        finally:
+            follower = self._followers.get(graph_id)
+            if follower and follower.overtaking is overtaking:  # else its modes have left and come back meanwhile
+                del self._followers[graph_id]
+
+    def _overtake_follower(self, graph_id: GraphId) -> None:
+        if graph_id in self._followers:
+            self._followers[graph_id].overtaking.overtake("the release of its modes")
+
+    async def _build_slots(self, build_slots: BuildSlots, overtaking: Overtaking) -> SlotBuild:
+        is_serving = self._cache is not None
+        with self._preparing():
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, build_slots, is_serving, overtaking, self._in_turn
+            )
+
     @contextmanager
     def _preparing(self) -> Iterator[None]:
         if self._cache is None:  # nothing serves yet
             yield
             return
+        self._num_preparing += 1
         self._loop.set_preparing(True)
         try:
             yield
         finally:
-            self._loop.set_preparing(len(self._builds) > 1)  # this one is among them
+            self._num_preparing -= 1
+            self._loop.set_preparing(self._num_preparing > 0)
 
     async def _look_at(self, graph_id: GraphId, retention: Retention) -> list[float]:
         """Releases what has been unused for long enough; the seconds until next looks."""
@@ -347,6 +420,7 @@ class Residency:
             if resident.last_use:
                 return  # another generation has it too
             del self._residents[graph_id]
+            self._overtake_follower(graph_id)
             await asyncio.to_thread(resident.close)
         memory.give_back()
         self._publish("mode.released", f"{graph_id.name} is released", found)

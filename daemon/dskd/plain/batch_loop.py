@@ -65,6 +65,9 @@ class BatchLoop:
     def install(self, generation: int, graph: ServedGraph, slot_graph: object = None) -> Future[None]:
         return self._commands.ask(lambda: self._core.install(generation, graph))
 
+    def install_slots(self, generation: int, slot_graph: object) -> Future[None]:
+        raise NotImplementedError("one engine alone serves a plain graph")
+
     def flip(self, mode: PrecisionMode, generation: int, in_flight: InFlight) -> Future[FlipReport]:
         return self._commands.ask(lambda: self._core.flip(mode, generation, in_flight))
 
