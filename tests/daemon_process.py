@@ -60,11 +60,13 @@ class DaemonProcess:
             self.wait_until_serving()
         return self
 
-    def wait_until_serving(self) -> None:
-        """Listens to the health service; fails with the log when the daemon ends or takes too long."""
+    def wait_until_serving(self, model: str = "") -> None:
+        """Waits until `model`, or any, serves: listens to the health service; fails with the log when the daemon ends
+        or takes too long.
+        """
         with grpc.insecure_channel(self.target) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
-            watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=START_LIMIT_S, wait_for_ready=True)
+            watch = stub.Watch(health_pb2.HealthCheckRequest(service=model), timeout=START_LIMIT_S, wait_for_ready=True)
             threading.Thread(target=lambda: (self.process.wait(), watch.cancel()), daemon=True).start()
             try:
                 if not any(response.status == SERVING for response in watch):
@@ -118,8 +120,14 @@ def daemon_process(models: Mapping[str, Mapping[str, Any]], **server: Any) -> It
 
 
 def _toml_table(name: str, values: Mapping[str, Any]) -> str:
+    return "\n".join([f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in values.items()), ""])
+
+
+def _toml_value(value: Any) -> str:
     """JSON's strings, numbers, booleans and lists are TOML's too."""
-    return "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), ""])
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key} = {_toml_value(item)}' for key, item in value.items())} }}"
+    return json.dumps(value)
 
 
 def _json_line(line: str) -> dict[str, Any]:

@@ -11,14 +11,15 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
-from plain_models import CACHE, Arrays, present
 from safetensors.numpy import load_file
+from tests.plain_models import CACHE, Arrays, present
 from tokenizers import Tokenizer
 
 MINILM = CACHE / "minilm" / "model.safetensors"
 LAYERS, HEADS, WIDTH, EPSILON = 6, 12, 384, 1e-12
 MASKED = -1e9
 LONGEST = 32
+VOCABULARY = 30_522
 
 
 class Emitter:
@@ -71,6 +72,17 @@ def encoded(sentences: Sequence[str]) -> Arrays:
         "input_ids": np.int64([row.ids for row in rows]),
         "attention_mask": np.int64([row.attention_mask for row in rows]),
     }
+
+
+def random_sentences(rows: int, tokens: int, seed: int = 0) -> dict[str, NDArray[np.int64]]:
+    """Token ids as that model's tokenizer makes them of words: [CLS] words [SEP], then padding."""
+    random = np.random.default_rng(seed)
+    ids = random.integers(1996, VOCABULARY, (rows, tokens))
+    lengths = random.integers(max(3, tokens // 2), tokens + 1, rows)
+    mask = (np.arange(tokens) < lengths[:, None]).astype(np.int64)
+    ids[:, 0] = 101
+    ids[np.arange(rows), lengths - 1] = 102
+    return {"input_ids": ids * mask, "attention_mask": mask}
 
 
 def _cast(graph: Emitter) -> str:

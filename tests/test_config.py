@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from dskd import config as config_module
 from dskd.address import Address
 from dskd.config import (
+    BatchingConfig,
     Config,
     MetricsConfig,
     ModelConfig,
@@ -78,8 +79,33 @@ def test_the_example_shows_every_key_with_its_default(monkeypatch: pytest.Monkey
     assert set(table["metrics"]) == {item.name for item in dataclasses.fields(shown.metrics)}
     tables = {"threshold", "long_context", "load"}
     assert set(table["monitor"]) | tables == {item.name for item in dataclasses.fields(MonitorConfig)}
-    assert set(table["models"]["smollm2"]) | {"monitor"} == {item.name for item in dataclasses.fields(ModelConfig)}
+    assert set(table["models"]["smollm2"]) | {"monitor", "batching"} == {
+        item.name for item in dataclasses.fields(ModelConfig)
+    }
     assert set(table["models"]["smollm2"]["proof"]) == {item.name for item in dataclasses.fields(ProofConfig)}
+
+
+def test_the_example_tells_every_key_of_batching_with_its_default() -> None:
+    told = re.findall(r"^#   ([a-z_]+ = \S+)", (ETC / "dskd.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    table = tomli.loads("\n".join(told))
+    shown = build_config({"models": {"m": {"path": "m", "batching": table}}}, ETC)
+    assert shown.models["m"].batching == BatchingConfig()
+    assert set(table) == {item.name for item in dataclasses.fields(BatchingConfig)}
+
+
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [
+        ({"max_size": 0}, "models.m.batching.max_size = 0: allowed: 1 to 4096"),
+        ({"max_delay_ms": -1}, "models.m.batching.max_delay_ms = -1: allowed: 0 to 60000"),
+        ({"preferred_sizes": [2, 9]}, "models.m.batching.preferred_sizes: 9 must not be above max_size, 8"),
+        ({"prefered_sizes": [2]}, "models.m.batching.prefered_sizes: unknown key; did you mean 'preferred_sizes'?"),
+    ],
+)
+def test_wrong_batching_is_refused_by_name(table: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        build_config({"models": {"m": {"path": "m", "batching": table}}}, ETC)
+    assert refused.value.problems == (problem,)
 
 
 def numbers_in(section: Any, where: str = "") -> Iterator[tuple[str, Any]]:

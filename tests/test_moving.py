@@ -116,7 +116,7 @@ def test_streams_that_move_together_each_give_their_own_text(store: Path) -> Non
 
 
 def logits_along(store: Path, tokens: Sequence[int], prompt: int, kv_precision: str, moves: bool) -> Logits:
-    """FP32 logits [n, vocabulary] after each of `tokens` but the prompt's; `moves`: to and fro every few tokens."""
+    """FP32 logits [n, vocabulary] after each of `tokens` but the prompt's; `moves`: to and fro every `EVERY` tokens."""
     options = CompileOptions(kv_precision=kv_precision)
     graph = load_engine(OPENVINO).compile(store, {FP32}, options)
     slot_engine = load_slot_engine(ONNXRUNTIME)
@@ -150,6 +150,15 @@ def test_a_stream_that_moves_loses_no_more_than_one_that_stays_in_8_bit_pages(st
     exact = logits_along(store, tokens, 40, "f32", moves=False)
     never, moved = (logits_along(store, tokens, 40, "u8", moves) for moves in (False, True))
     assert 0 < Divergence.between(exact, moved).mean_kl <= 1.5 * Divergence.between(exact, never).mean_kl
+
+
+def test_on_a_real_model_20_moves_in_8_bit_pages_change_next_to_nothing(smollm2_store: Path) -> None:
+    golden = np.load(GOLDEN / "smollm2.npz")
+    prompt = golden["chat0"].tolist()
+    tokens = [*prompt, *golden["answer0"].tolist(), *golden["answer1"].tolist()][: len(prompt) + 84]
+    never, moved = (logits_along(smollm2_store, tokens, len(prompt), "u8", moves) for moves in (False, True))
+    assert len(moved) // EVERY > 20
+    assert 0 < Divergence.between(never, moved).mean_kl <= 1e-3
 
 
 @asynccontextmanager
@@ -190,8 +199,10 @@ async def test_a_swap_and_a_switch_reach_both_engines(store: Path, tmp_path: Pat
         async with serving(store, tmp_path / use.value, use) as manager:
             before = await ask(manager)
             await manager.apply(finer, "test", dry_run=False, wait=True)
+            await manager._residency.caught_up()
             after = await ask(manager)
             await manager.switch(FP32, InFlight.MIGRATE, "test", wait=True)
+            await manager._residency.caught_up()
             exact = await ask(manager)
             made = (before, after, exact)
             assert [{token.engine for token in tokens[1:]} for tokens in made] == [{use.value}] * 3

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from dskquant.engines.onnxruntime.nbits import NBitsMatrix, repack
+from dskquant.engines.onnxruntime.nbits import NBitsMatrix, joined, repack
 from dskquant.errors import EngineError
 from dskquant.parameter_set import MappedMatrix
 from dskquant.planes import QuantizedMatrix, pack_u4, quantize
@@ -70,6 +70,17 @@ def test_the_operator_multiplies_with_these_weights(bits: int, columns: int, gro
     matrix = random_matrix(1, bits, columns, group_size, symmetric)
     product = multiply(np.eye(columns, dtype=np.float32), repack("w", as_stored(matrix, bits), bits))
     np.testing.assert_allclose(product.T, matrix.dequantized(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("columns", [96, 128])
+def test_joined_matrices_have_the_rows_of_all(bits: int, columns: int) -> None:
+    """Zero-points may be left out of one of them: three blocks of a row end within a byte."""
+    matrices = [random_matrix(seed, bits, columns, 32, symmetric=seed == 1) for seed in range(3)]
+    stored = [repack("w", as_stored(matrix, bits), bits) for matrix in matrices]
+    assert [matrix.zero_points is None for matrix in stored] == [False, True, False]
+    wanted = np.concatenate([matrix.dequantized() for matrix in matrices])
+    np.testing.assert_array_equal(by_the_documentation(joined(stored)), wanted)
 
 
 def multiply(tokens: np.ndarray, matrix: NBitsMatrix) -> np.ndarray:

@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 from golden_models import GOLDEN
 
+from dskquant.engines.onnxruntime import ONNXRuntimeEngine
 from dskquant.engines.openvino.stateful import StatefulModel
+from dskquant.engines.protocol import CompileOptions
+from dskquant.forward import slot_batch_of
+from dskquant.modes import PrecisionMode
 from dskquant.store import IR_XML, StoreManifest
 
 TOLERANCE = 1e-3
+FP32 = PrecisionMode.FP32
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +30,24 @@ def golden() -> dict[str, np.ndarray]:
 
 
 def test_logits_are_those_of_transformers(model: StatefulModel, golden: dict[str, np.ndarray]) -> None:
-    """Every 192nd column, and through the sum over all of them the rest too."""
     model.reset()
-    logits = model.run(golden["prompt"].tolist()).astype(np.float64)
+    assert_logits(model.run(golden["prompt"].tolist()), golden)
+
+
+def test_logits_of_the_second_engine_are_those_of_transformers(
+    smollm2_store: Path, golden: dict[str, np.ndarray]
+) -> None:
+    graph = ONNXRuntimeEngine().compile(smollm2_store, {FP32}, CompileOptions())
+    graph.bind(graph.allocate_cache(1))
+    tokens = golden["prompt"].tolist()
+    batch = slot_batch_of([tuple(tokens)], 0, len(tokens), [range(len(tokens))], FP32)
+    assert_logits(graph.run(batch), golden)
+    graph.close()
+
+
+def assert_logits(found: np.ndarray, golden: dict[str, np.ndarray]) -> None:
+    """Every 192nd column, and through the sum over all of them the rest too."""
+    logits = found.astype(np.float64)
     assert np.abs(logits[:, golden["columns"]] - golden["logits"]).max() <= TOLERANCE
     assert np.array_equal(logits.argmax(axis=1), golden["argmax"])
     assert np.abs(np.log(np.exp(logits).sum(axis=1)) - golden["logsumexp"]).max() <= TOLERANCE

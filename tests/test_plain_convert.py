@@ -18,7 +18,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
-from plain_models import (
+from tests.plain_models import (
     DETECTOR,
     MAGIKA,
     RECOGNIZER,

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from plain_models import DETECTOR, MAGIKA, Arrays, files, pages, present, saved
 from test_readme import README, command_lines
+from tests.plain_models import DETECTOR, MAGIKA, Arrays, files, pages, present, saved
 
 from dskquant.cli import main
 

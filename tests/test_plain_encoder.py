@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from minilm import LAYERS, encoded, write_minilm
-from plain_models import WORDS, saved
+from tests.minilm import LAYERS, encoded, write_minilm
+from tests.plain_models import WORDS, saved
 
 from dskquant.cli import main
 from dskquant.modes import PrecisionMode

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
-from plain_models import DETECTOR, direct_answers, pages, present, saved
+from tests.plain_models import DETECTOR, direct_answers, pages, present, saved
 
 from dskquant.cli import main
 from dskquant.modes import PrecisionMode

@@ -101,6 +101,7 @@ def test_the_configuration_table_has_every_key_in_order() -> None:
         "monitor.threshold": importlib.import_module("dskd.monitor.config").ThresholdConfig,
         "models.NAME": config.ModelConfig,
         "models.NAME.proof": config.ProofConfig,
+        "models.NAME.batching": config.BatchingConfig,
     }
     keys = [f"[{name}] {field.name}" for name, section in sections.items() for field in fields(section)]
     assert re.findall(r"^\| `(\[[\w.]+\] \w+)` \|", README, re.MULTILINE) == keys

@@ -20,17 +20,17 @@ from tests.test_manager import TOY_PROOF, UNMEASURED, ToyEngine
 
 from dskd import memory
 from dskd.config import EngineUse, ModelConfig, SchedulerConfig
-from dskd.engine.request import GenerationRequest, MadeToken
+from dskd.engine.request import GenerationRequest, InFlight, MadeToken
 from dskd.engine.step_times import StepKind, StepTimes
-from dskd.errors import FailedPreconditionError
 from dskd.manager import measuring
-from dskd.manager.build import Builder, Overtaking
 from dskd.manager.events import EventBus
 from dskd.manager.generation import Generation
 from dskd.manager.history import History
 from dskd.manager.manager import QuantizerManager
 from dskd.manager.measuring import ROWS, STEPS, measure_slots
+from dskd.manager.parts import Overtaking
 from dskd.manager.proof import Prover
+from dskd.manager.residency import Residency
 from dskd.manager.second_engine import SLOTS, prepare
 from dskd.manager.timings_file import TimingsFile, fingerprint, timings_file
 from dskd.manager.types import SecondEngineState
@@ -75,7 +75,7 @@ class ToySlotEngine:
     error: Exception | None = None
     sharpness: float = 1.0
     needed_bytes: int = 0
-    on_compile: Callable[[], None] = lambda: None
+    on_compile: Callable[[], object] = lambda: None
 
     def compile(
         self,
@@ -112,6 +112,10 @@ class Bench:
         state = self.manager.snapshot().second
         assert state is not None
         return state
+
+    @property
+    def residency(self) -> Residency:
+        return self.manager._residency
 
     def reason(self, mode: PrecisionMode) -> str:
         (graph,) = (graph for graph in self.second.graphs if graph.mode is mode)
@@ -194,7 +198,11 @@ async def test_answers_are_decoded_by_the_second_engine_and_labelled_so(store: P
 @asynchronous
 async def test_a_mode_on_demand_comes_to_both_engines_and_leaves_both(store: Path) -> None:
     async with serving(store, on_demand_ttl_s=0.0) as bench:
+        bench.residency.want(FP32)
+        await bench.answer(precision=FP32)
+        await bench.residency.caught_up()
         assert await bench.engines(FP32) == ["toy"] + ["slots"] * 5
+        bench.residency.want_no_longer(FP32)
         (graph,) = (graph for graph in bench.slot_engine.graphs if FP32 in graph.modes)
         assert await asyncio.to_thread(graph.closed.wait, 20)
         assert await bench.engines() == ["toy"] + ["slots"] * 5
@@ -204,6 +212,7 @@ async def test_a_mode_on_demand_comes_to_both_engines_and_leaves_both(store: Pat
 async def test_a_mode_that_it_lacks_is_served_by_the_first_engine_alone(store: Path) -> None:
     async with serving(store) as bench:
         assert await bench.engines(FP16) == ["toy"] * 6
+        await bench.residency.caught_up()
         assert bench.reason(FP16) == "slots does not have it"
 
 
@@ -213,7 +222,8 @@ async def test_a_second_copy_that_does_not_fit_is_not_made_and_the_numbers_are_t
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda root: 2000 << 20)
     with capture_logs():
-        async with serving(store, slot_engine=ToySlotEngine(needed_bytes=3000 << 20)) as bench:
+        slot_engine = ToySlotEngine(needed_bytes=3000 << 20)
+        async with serving(store, slot_engine=slot_engine, slot_bytes=ByteSize(1 << 30)) as bench:
             assert await bench.engines() == ["toy"] * 6
             assert "needs 2.9 GiB, available are 2.0 GiB" in bench.reason(INT4)
             assert bench.slot_engine.graphs == []
@@ -271,18 +281,69 @@ async def test_a_graph_that_the_second_engine_cannot_make_is_done_without(store:
             assert bench.reason(INT8) == "no such operator"
 
 
-def test_a_build_that_is_overtaken_while_the_second_graph_is_made_leaves_neither(store: Path) -> None:
+def test_a_build_that_is_overtaken_while_the_second_graph_is_made_leaves_none(store: Path) -> None:
     engine, slot_engine, overtaking = ToyEngine(), ToySlotEngine(), Overtaking()
     slot_engine.on_compile = lambda: overtaking.overtake("a later change")
     config = ModelConfig(store)
     prover = Prover(golden.read(store), engine, TOY_PROOF)
     second = prepare(config, slot_engine, engine, prover, state_dir(store))
     generation = Generation(1, "hash", ParameterSet(store, "toy", WEIGHTS, {}, {}))
-    with capture_logs(), pytest.raises(FailedPreconditionError, match="overtaken by a later change"):
-        Builder(engine, store, config.options, prover, second).build(
-            generation, frozenset({FP32}), None, overtaking, at_once
+    with capture_logs():
+        slots = second.build(generation, frozenset({FP32}), at_once, at_once, overtaking.check)
+    assert (slots.graph, slots.reason) == (None, "overtaken by a later change")
+    assert [graph.is_closed for graph in slot_engine.graphs] == [True]
+
+
+@asynchronous
+async def test_a_change_does_not_wait_for_the_second_engine(store: Path) -> None:
+    """The first one serves what is new, alone until the second one has it too."""
+    async with serving(store) as bench:
+        may_go_on = threading.Event()
+        bench.slot_engine.on_compile = may_go_on.wait
+        await bench.manager.switch(FP32, InFlight.MIGRATE, "test", wait=True)
+        assert await bench.engines() == ["toy"] * 6
+        assert bench.reason(FP32) == "it is being prepared"
+        may_go_on.set()
+        await bench.residency.caught_up()
+        assert await bench.engines() == ["toy"] + ["slots"] * 5
+        assert bench.reason(FP32) == ""
+
+
+@asynchronous
+async def test_a_second_graph_that_comes_too_late_is_closed(store: Path) -> None:
+    async with serving(store, on_demand_ttl_s=0.0) as bench:
+        may_go_on = threading.Event()
+        bench.slot_engine.on_compile = may_go_on.wait
+        with bench.manager._events.subscribe() as events:
+            await bench.answer(precision=FP32)
+            async for event in events:
+                if event.kind == "mode.released":
+                    break
+        may_go_on.set()
+        await bench.residency.caught_up()
+        assert [graph.is_closed for graph in bench.slot_engine.graphs if FP32 in graph.modes] == [True]
+
+
+@asynchronous
+async def test_what_a_calibration_expects_grows_with_the_noise_of_the_second_engine(store: Path) -> None:
+    async with serving(store, slot_engine=ToySlotEngine(sharpness=1.5)) as bench:
+        generation, residency = bench.manager._transitions.serving.generation, bench.residency
+        (resident,) = residency._residents.values()
+        paged, slots = (
+            {proof.mode: proof.divergence.mean_kl for proof in proofs}
+            for proofs in (resident.proofs, resident.slots.proofs)
         )
-    assert [graph.is_closed for graph in (*engine.graphs, *slot_engine.graphs)] == [True, True]
+        assert residency.second_noise(generation, INT4) == slots[INT4] / paged[INT4] > 1
+        assert residency.second_noise(generation, FP32) == 1.0  # not in memory
+
+
+def test_the_second_engine_never_stands_in_for_the_reference(store: Path) -> None:
+    prover = Prover(golden.Golden(golden.read(store).prompts, None), ToyEngine(), TOY_PROOF)
+    first, second = np.array([[1.0, 0.0]], np.float32), np.array([[0.0, 1.0]], np.float32)
+    prover.judge({FP32: first})
+    (unlike,) = prover.judge({FP32: second}, may_stand_in=False)
+    (alike,) = prover.judge({INT4: first})
+    assert unlike.divergence.mean_kl > alike.divergence.mean_kl == 0.0
 
 
 @asynchronous
@@ -304,6 +365,7 @@ async def test_beside_a_loop_a_proof_waits_for_idle_cores_and_steps_are_timed_by
     """Times of an idle thread would be those of the load at that moment."""
     async with serving(store, EngineUse.AUTO) as bench:
         await bench.answer(precision=FP32)
+        await bench.residency.caught_up()
         (graph,) = (graph for graph in bench.slot_engine.graphs if FP32 in graph.modes)
         proof, *steps = graph.threads
         assert proof.startswith("when-idle")

@@ -26,6 +26,7 @@ from tests.fakes import (
 )
 
 from dskd.config import SchedulerConfig
+from dskd.engine import slot_decoder
 from dskd.engine.engine_choice import Situation
 from dskd.engine.request import (
     BlockScore,
@@ -53,7 +54,13 @@ T = TypeVar("T")
 class Bench:
     """A loop over two toy engines, driven step by step; `in_slots` is what the choice says."""
 
-    def __init__(self, num_blocks: int = 256, config: SchedulerConfig | None = None, longest: int = 256) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 256,
+        config: SchedulerConfig | None = None,
+        longest: int = 256,
+        explores: bool = False,
+    ) -> None:
         self.cache = FakeCache(num_blocks)
         self.slots = FakeSlotCache(SLOTS, longest)
         self.times = StepTimes()
@@ -70,7 +77,9 @@ class Bench:
             generation=1,
             deliver=self._deliver,
             observe=self._observe,
-            second=SecondEngine("slots", self.slots, lambda situation: self.in_slots(situation), self.times),
+            second=SecondEngine(
+                "slots", self.slots, lambda situation: self.in_slots(situation), self.times, explores=explores
+            ),
         )
         self.graphs = self.install(1)
 
@@ -410,3 +419,46 @@ def test_an_engine_over_slots_changes_nothing_while_it_is_not_chosen(count: int)
     assert all(set(bench.engines(f"s{index}")) == {"paged"} for index in range(count))
     assert bench.slots.loaded == bench.slots.stored == 0
     assert bench.loop.snapshot().moves == 0
+
+
+@pytest.mark.parametrize(("in_slots", "engine"), [(True, "paged"), (False, "slots")])
+def test_when_nobody_waits_a_step_like_the_last_is_timed_on_the_other_engine(
+    in_slots: bool, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(explores=True)
+    bench.in_slots = lambda situation: in_slots
+    for name in "ab":
+        bench.submit(name, new=4)
+    bench.run_all()
+    unused = StepKind(engine, INT4, 2)
+    assert unused in bench.times.known
+    graph, slot_graph = bench.graphs
+    runs = len(graph.batches) + len(slot_graph.batches)
+    for name in "cd":
+        bench.submit(name, new=4)
+    bench.run_all()
+    steps = len(graph.batches) + len(slot_graph.batches) - runs
+    assert steps == 4  # it is known well enough
+    learned = bench.times.learned(unused)
+    monkeypatch.setattr(slot_decoder, "STALE_S", 0.0)
+    bench.submit("e", new=4)
+    bench.run_all()
+    assert StepKind(engine, INT4, 1) in bench.times.known
+    assert bench.times.learned(unused) == learned
+    bench.check_end()
+
+
+def test_a_step_that_cannot_be_timed_is_no_fault_of_any_answer() -> None:
+    bench = Bench(explores=True)
+    bench.in_slots = lambda situation: False
+
+    def fail(batch: object) -> None:
+        raise RuntimeError("broken")
+
+    bench.graphs[1].on_run = fail
+    bench.submit("a", new=4)
+    with capture_logs() as logs:
+        bench.run_all()
+    assert bench.engines("a") == ["paged"] * 4
+    assert [entry["event"] for entry in logs] == ["a step could not be timed"]
+    bench.check_end()

@@ -14,7 +14,7 @@ from dskapi.v1.control_pb2 import GetNoiseResponse, HistoryEntry, NoisePoint
 from dskctl.exits import UsageError
 from dskctl.noise_samples import Recording
 from dskctl.served_spans import ServedSpan, served_spans
-from dskctl.words import mode_word, nats
+from dskctl.words import is_ratio, mode_word, noise_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +75,7 @@ def _draw_noise(axes: Axes, recording: Recording) -> None:
             _draw_mode(axes, mode_word(mode), points)
     for mode, threshold in thresholds.items():
         colour = _colour(mode_word(mode))
-        label = f"{mode_word(mode)} falls back above {nats(threshold)}"
+        label = f"{mode_word(mode)} falls back above {noise_words(threshold, recording.last.measure)}"
         axes.axhline(threshold, color=colour, linestyle="--", linewidth=1.6, label=label)
 
 
@@ -130,7 +130,8 @@ def _decorate(noise: Axes, served: Axes, last: GetNoiseResponse) -> None:
 
     noise.set_yscale("log")
     reference = mode_word(last.reference)
-    noise.set_ylabel(f"KL({reference} || mode), nats per token")
+    ratio = f"noise power / signal power, against {reference}"
+    noise.set_ylabel(ratio if is_ratio(last.measure) else f"KL({reference} || mode), nats per token")
     noise.set_title(f"{last.model}: noise of live answers, and what served")
     noise.grid(visible=True, which="major", alpha=0.3)
     noise.margins(x=0)

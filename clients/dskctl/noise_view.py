@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
@@ -15,7 +16,7 @@ from dskctl.answer import MODE_STYLES
 from dskctl.noise_samples import Recording
 from dskctl.sparkline import LogScale, bars, row_of
 from dskctl.tables import dense_table
-from dskctl.words import NOTHING, fallback_word, mode_word, nats, printable, share
+from dskctl.words import NOTHING, fallback_word, is_ratio, mode_word, nats, noise_words, printable, share
 
 COLUMNS = ("MODE", "STATE", "MEAN KL", "95 % INTERVAL", "LIMIT", "EVIDENCE", "TRIPS", "CAUSE")
 NUMBERS = ("MEAN KL", "LIMIT", "EVIDENCE", "TRIPS")
@@ -24,13 +25,18 @@ CHART_ROWS = 3
 LABEL_COLUMNS = 18
 NO_SAMPLES = "no token was scored yet"
 
+Words = Callable[[float], str]
+
 
 def as_text(response: GetNoiseResponse) -> RenderableType:
     """What serves and why; for each mode what decides on a fallback, then its samples and how sure it is of itself."""
     if not response.modes:
         return Group(headline(response), NO_SAMPLES)
-    decisions = dense_table(COLUMNS, map(_decision, response.modes), right=NUMBERS, rigid=COLUMNS)
-    details = dense_table(DETAILS, map(_details, response.modes), right=DETAILS[1:])
+    mean = "MEAN SQNR" if is_ratio(response.measure) else "MEAN KL"
+    columns, numbers = (tuple(name.replace("MEAN KL", mean) for name in names) for names in (COLUMNS, NUMBERS))
+    words = partial(noise_words, measure=response.measure)
+    decisions = dense_table(columns, [_decision(mode, words) for mode in response.modes], right=numbers, rigid=columns)
+    details = dense_table(DETAILS, [_details(mode, words) for mode in response.modes], right=DETAILS[1:])
     return Group(headline(response), "", decisions, "", details)
 
 
@@ -38,7 +44,8 @@ def headline(response: GetNoiseResponse) -> str:
     """The model, what it is compared with, and whatever keeps it from the mode it was asked to serve in."""
     parts = [response.model, f"generation {response.generation}"]
     if response.reference:
-        parts.append(f"KL in nats per token to {mode_word(response.reference)}")
+        measure = "signal to noise" if is_ratio(response.measure) else "KL in nats per token"
+        parts.append(f"{measure} to {mode_word(response.reference)}")
     else:
         parts.append("no reference in memory")
     if response.fallback:
@@ -52,23 +59,23 @@ def headline(response: GetNoiseResponse) -> str:
     return " · ".join(parts)
 
 
-def _decision(mode: ModeNoise) -> list[str]:
+def _decision(mode: ModeNoise, words: Words) -> list[str]:
     return [
         mode_word(mode.mode),
         fallback_word(mode.state),
-        nats(mode.mean_kl),
-        interval_words(mode),
-        nats(mode.threshold) if mode.HasField("threshold") else NOTHING,
+        words(mode.mean_kl),
+        interval_words(mode, words),
+        words(mode.threshold) if mode.HasField("threshold") else NOTHING,
         evidence_words(mode),
         str(mode.trips or NOTHING),
         printable(mode.cause) or NOTHING,
     ]
 
 
-def _details(mode: ModeNoise) -> list[str]:
+def _details(mode: ModeNoise, words: Words) -> list[str]:
     return [
         mode_word(mode.mode),
-        *map(nats, (mode.p50, mode.p90, mode.p99)),
+        *map(words, (mode.p50, mode.p90, mode.p99)),
         share(mode.agreement),
         str(mode.samples),
         f"{mode.total_samples:,}",
@@ -79,10 +86,10 @@ def _details(mode: ModeNoise) -> list[str]:
     ]
 
 
-def interval_words(mode: ModeNoise) -> str:
+def interval_words(mode: ModeNoise, words: Words = nats) -> str:
     """ "0.18–0.21"."""
     known = mode.HasField("low") and mode.HasField("high")
-    return f"{nats(mode.low)}–{nats(mode.high)}" if known else NOTHING
+    return f"{words(mode.low)}–{words(mode.high)}" if known else NOTHING
 
 
 def evidence_words(mode: ModeNoise) -> str:
@@ -95,13 +102,16 @@ def as_lines(response: GetNoiseResponse) -> str:
     clock = time.strftime("%H:%M:%S")
     if not response.modes:
         return f"{clock}  {response.model}  {NO_SAMPLES}"
-    return "\n".join(f"{clock}  {response.model}  {_line(mode)}" for mode in response.modes)
+    words = partial(noise_words, measure=response.measure)
+    name = "SQNR" if is_ratio(response.measure) else "KL"
+    return "\n".join(f"{clock}  {response.model}  {_line(mode, name, words)}" for mode in response.modes)
 
 
-def _line(mode: ModeNoise) -> str:
-    limit = f", limit {nats(mode.threshold)}" if mode.HasField("threshold") else ""
+def _line(mode: ModeNoise, name: str, words: Words) -> str:
+    limit = f", limit {words(mode.threshold)}" if mode.HasField("threshold") else ""
     return (
-        f"{mode_word(mode.mode)} {fallback_word(mode.state)}  KL {nats(mode.mean_kl)} ({interval_words(mode)}){limit}  "
+        f"{mode_word(mode.mode)} {fallback_word(mode.state)}  "
+        f"{name} {words(mode.mean_kl)} ({interval_words(mode, words)}){limit}  "
         f"agree {share(mode.agreement)}  samples {mode.samples}  evidence {evidence_words(mode)}"
     )
 
@@ -120,10 +130,10 @@ class LiveView:
             latest = [point.kl for point in self.recording.points[mode.mode][-width:]]
             if latest:
                 yield ""
-                yield chart(mode, latest, width)
+                yield chart(mode, latest, width, self.response.measure)
 
 
-def chart(mode: ModeNoise, kl: Sequence[float], width: int) -> Text:
+def chart(mode: ModeNoise, kl: Sequence[float], width: int, measure: int = 0) -> Text:
     """A bar for each of `kl` (at most `width`), the latest at the right, with the limit drawn across."""
     limit = mode.threshold if mode.HasField("threshold") else None
     scale = LogScale.of([*kl, *([] if limit is None else [limit])])
@@ -132,8 +142,9 @@ def chart(mode: ModeNoise, kl: Sequence[float], width: int) -> Text:
     if limit is not None:
         marked = row_of(limit, scale, CHART_ROWS)
         lines[marked] = lines[marked].rjust(width).replace(" ", "┄")
-        labels[marked] = f"limit {nats(limit)}"
-    name = f"{mode_word(mode.mode)}: KL of the latest {len(kl)} samples, log scale from {scale.low:g} to {scale.high:g}"
+        labels[marked] = f"limit {noise_words(limit, measure)}"
+    what = f"{mode_word(mode.mode)}: {'noise / signal' if is_ratio(measure) else 'KL'} of the latest {len(kl)} samples"
+    name = f"{what}, log scale from {scale.low:g} to {scale.high:g}"
     made = Text(name, style="bold", no_wrap=True)
     for row, line in enumerate(lines):
         made.append(f"\n{line.rjust(width)}", style=MODE_STYLES.get(mode_word(mode.mode), ""))

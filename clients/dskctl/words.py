@@ -12,7 +12,7 @@ from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from dskapi.v1.common_pb2 import InFlight, PrecisionMode
-from dskapi.v1.control_pb2 import FallbackState, ModelState, ModeProof
+from dskapi.v1.control_pb2 import NOISE_MEASURE_NOISE_TO_SIGNAL, FallbackState, ModelState, ModeProof
 from dskapi.v1.inference_pb2 import FinishReason
 
 NOTHING = "-"
@@ -80,14 +80,39 @@ def short_hash(digest: str, digits: int = HASH_DIGITS) -> str:
 
 
 def kl_words(proof: ModeProof) -> str:
-    """Nats per token, before (where it was measured) and after a change."""
-    before = f"{proof.kl_before:.4f} → " if proof.HasField("kl_before") else ""
-    return f"{before}{proof.kl_after:.4f}"
+    """Noise before (where it was measured) and after a change."""
+    before = f"{proven_words(proof.kl_before, proof.measure)} → " if proof.HasField("kl_before") else ""
+    return f"{before}{proven_words(proof.kl_after, proof.measure)}"
+
+
+def proven_words(value: float, measure: int) -> str:
+    """Nats per token to four decimals; of plain graphs, dB."""
+    return decibels(value) if is_ratio(measure) else f"{value:.4f}"
+
+
+def is_ratio(measure: int) -> bool:
+    """Whether noise is told as power over that of the signal: of plain graphs."""
+    return measure == NOISE_MEASURE_NOISE_TO_SIGNAL
+
+
+def decibels(ratio: float) -> str:
+    """How far the noise is below the signal: "26.0 dB" for a ratio of 0.0025."""
+    if math.isnan(ratio):
+        return NOTHING
+    return f"{-10 * math.log10(ratio):.1f} dB" if 0 < ratio < math.inf else "∞ dB" if ratio == 0 else "-∞ dB"
+
+
+def noise_words(value: float, measure: int) -> str:
+    """A figure of noise: nats, or dB."""
+    return decibels(value) if is_ratio(measure) else nats(value)
 
 
 def proof_facts(proofs: Iterable[ModeProof]) -> Iterator[tuple[str, str]]:
     """A name and a value for each mode that was proven."""
     for proof in proofs:
+        if is_ratio(proof.measure):
+            yield f"SQNR {mode_word(proof.mode)}", f"{kl_words(proof)}, same top class in {proof.agreement:.1%} of rows"
+            continue
         agreement = f"same most probable token at {proof.agreement:.1%}"
         yield f"KL {mode_word(proof.mode)}", f"{kl_words(proof)} nats per token, {agreement}"
 

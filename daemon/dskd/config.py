@@ -18,6 +18,7 @@ from dskd.typed_toml import Between, Builder, ConfigError, OneOf
 from dskd.units import ByteSize
 from dskquant.engines.protocol import CompileOptions, WeightLayout
 from dskquant.modes import PrecisionMode
+from dskquant.plain.noise import MOST_DB
 
 SYSTEM_SOCKET = Path("/run/dskd/dskd.sock")
 SYSTEM_STATE = Path("/var/lib/dskd")
@@ -32,6 +33,8 @@ MODELS = "models"
 MOST_BATCH_TOKENS = 1 << 16
 """In one step."""
 MOST_BYTES = 1 << 50
+MOST_BATCH_ROWS = 4096
+"""Of requests to plain graphs that share a run."""
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -170,6 +173,25 @@ class ProofConfig:
     max_worsening: Annotated[float, Between(1, LARGEST_FACTOR)] = (
         4.0  # mean KL of a new set, times that of the serving one
     )
+    min_sqnr_db: Annotated[float, Between(-MOST_DB, MOST_DB)] = 5.0  # plain graphs: of the outputs, instead of KL
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingConfig:
+    """[models.NAME.batching]: which requests to a plain graph share a run."""
+
+    max_size: Annotated[int, Between(1, MOST_BATCH_ROWS)] = 8  # rows of a batch
+    max_delay_ms: Annotated[float, Between(0, 60_000)] = 0.0  # a request waits so long for others; 0: only while busy
+    preferred_sizes: tuple[Annotated[int, Between(1, MOST_BATCH_ROWS)], ...] = ()  # batches that wait for no more
+
+    def problems(self) -> Problems:
+        if too_large := [size for size in self.preferred_sizes if size > self.max_size]:
+            yield "preferred_sizes", f"{too_large[0]} must not be above max_size, {self.max_size}"
+
+
+DEFAULT_RESIDENT = (PrecisionMode.INT4, PrecisionMode.INT8)
+DEFAULT_MODE = PrecisionMode.INT4
+"""Of language models. A plain graph that is configured so has defaults of its own: `dskd.plain.host`."""
 
 
 class EngineUse(enum.Enum):
@@ -193,13 +215,13 @@ class ModelConfig:
 
     path: Path
     engine: EngineUse = EngineUse.OPENVINO
-    resident: tuple[PrecisionMode, ...] = (PrecisionMode.INT4, PrecisionMode.INT8)
-    default_mode: PrecisionMode = PrecisionMode.INT4
+    resident: tuple[PrecisionMode, ...] = DEFAULT_RESIDENT
+    default_mode: PrecisionMode = DEFAULT_MODE
     load: bool = True  # at start
     threads: Annotated[int, Between(0, 4096)] = 0  # 0: all cores
     kv_precision: Annotated[str, OneOf(("u8", "f16", "bf16", "f32"))] = "u8"
     kv_cache_bytes: Annotated[ByteSize, Between(1, MOST_BYTES)] = field(default=ByteSize(2 << 30))
-    slot_bytes: Annotated[ByteSize, Between(1, MOST_BYTES)] = field(default=ByteSize(1 << 30))  # of ONNX Runtime
+    slot_bytes: Annotated[ByteSize, Between(1, MOST_BYTES)] = field(default=ByteSize(2 << 30))  # of ONNX Runtime
     weights: WeightLayout = WeightLayout.SHARED
     activation_group: Annotated[int, Between(0, 1 << 16)] = 128  # 0: float activations
     on_demand_ttl_s: Annotated[float, Between(0, LONGEST_S)] = 60.0
@@ -207,6 +229,7 @@ class ModelConfig:
     keep_generations: Annotated[int, Between(2, 1000)] = 4  # that a rollback can return to, the serving one included
     keep_previous_s: Annotated[float, Between(0, LONGEST_S)] = 0.0  # its graphs stay in memory after a swap
     proof: ProofConfig = ProofConfig()
+    batching: BatchingConfig | None = None  # of a plain graph; None: each request is a run of its own
     monitor: MonitorConfig | None = None  # None: [monitor]
 
     @property

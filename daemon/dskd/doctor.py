@@ -18,6 +18,7 @@ from dskd.typed_toml import ConfigError
 from dskd.units import format_bytes
 from dskquant.errors import StoreError
 from dskquant.modes import LADDER
+from dskquant.plain.store import PlainManifest, StoredGraph, is_plain_store
 from dskquant.store import StoreManifest, file_sha256
 
 ENGINE_PACKAGES = ("openvino", "onnxruntime", "tokenizers", "grpcio")
@@ -124,6 +125,8 @@ def _step_times(subject: str, model: ModelConfig, model_state: Path) -> Iterator
 
 def _damaged_files(store: Path) -> list[str]:
     """Files of the store that are missing or differ from its manifest."""
+    if is_plain_store(store):
+        return list(_damaged_graphs(store))
     problems = []
     for name, digest in StoreManifest.read(store).sha256.items():
         path = store / name
@@ -132,6 +135,21 @@ def _damaged_files(store: Path) -> list[str]:
         elif file_sha256(path) != digest:
             problems.append(f"{path} is damaged: its SHA-256 is not that of the manifest; convert the model again")
     return problems
+
+
+def _damaged_graphs(store: Path) -> Iterator[str]:
+    for graph in PlainManifest.read(store).graphs.values():
+        problem = _problem_of(graph, store)
+        if problem:
+            yield problem
+
+
+def _problem_of(graph: StoredGraph, store: Path) -> str:
+    try:
+        graph.verify(store)
+    except StoreError as error:
+        return f"{error}; convert the model again"
+    return ""
 
 
 def as_json(findings: list[Finding]) -> str:

@@ -1,9 +1,9 @@
-"""What the server knows of a loaded model; `dskd.model_host` implements it."""
+"""What the server knows of a loaded model; `dskd.model_host` and `dskd.plain.host` implement it."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from dskd.config import ModelConfig
 from dskd.engine.request import GenerationRequest, InFlight, StepOutput
@@ -11,23 +11,15 @@ from dskd.manager.events import EventBus
 from dskd.manager.history import History
 from dskd.manager.types import Change, ChangeReport, ManagerSnapshot, SwitchReport
 from dskd.monitor.types import NoiseSnapshot
+from dskd.plain.request import TensorAnswer, TensorRequest
 from dskd.text.tokenizer import TextCodec
 from dskquant.modes import PrecisionMode
+from dskquant.plain.store import PlainManifest
 from dskquant.store import StoreManifest
 
 
-class ModelHost(Protocol):
+class ServedModel(Protocol):
     """One model in memory. Making a host is cheap; `load` does the work. All methods belong to the asyncio thread."""
-
-    @property
-    def manifest(self) -> StoreManifest:
-        """Valid after `load`."""
-        ...
-
-    @property
-    def codec(self) -> TextCodec:
-        """Valid after `load`; its methods may be called from any thread."""
-        ...
 
     async def load(self) -> None:
         """Gets ready to serve without holding up the event loop.
@@ -73,6 +65,20 @@ class ModelHost(Protocol):
         """What its monitor knows, with the latest `samples` scored tokens of each mode."""
         ...
 
+
+class ModelHost(ServedModel, Protocol):
+    """A language model in memory."""
+
+    @property
+    def manifest(self) -> StoreManifest:
+        """Valid after `load`."""
+        ...
+
+    @property
+    def codec(self) -> TextCodec:
+        """Valid after `load`; its methods may be called from any thread."""
+        ...
+
     def generate(self, request: GenerationRequest) -> AsyncGenerator[StepOutput, None]:
         """The outputs of one request; the last has `finish` set. Failures are raised as DskdError, never yielded.
 
@@ -81,5 +87,34 @@ class ModelHost(Protocol):
         ...
 
 
-HostFactory = Callable[[str, ModelConfig, EventBus, History], ModelHost]
+class PlainHost(ServedModel, Protocol):
+    """A plain graph in memory."""
+
+    @property
+    def manifest(self) -> PlainManifest:
+        """Valid after `load`."""
+        ...
+
+    @property
+    def config(self) -> ModelConfig:
+        """That of the model, with the modes that really serve. Valid after `load`."""
+        ...
+
+    async def infer(self, request: TensorRequest) -> TensorAnswer:
+        """The answer to a request; cancelling this cancels it. Raises DskdError.
+
+        It is InvalidArgumentError where the engine cannot compute the inputs.
+        """
+        ...
+
+
+def is_plain(host: ServedModel) -> TypeGuard[PlainHost]:
+    return isinstance(getattr(host, "manifest", None), PlainManifest)
+
+
+def is_language(host: ServedModel) -> TypeGuard[ModelHost]:
+    return not is_plain(host)
+
+
+HostFactory = Callable[[str, ModelConfig, EventBus, History], ServedModel]
 """Makes the host of the model of that name."""

@@ -1,4 +1,4 @@
-"""One model in memory: its store, its tokenizer, and the QuantizerManager that serves it."""
+"""One language model in memory: its store, its tokenizer, and the QuantizerManager that serves it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from collections.abc import AsyncGenerator, Callable
 from dskd import state_lock
 from dskd.config import Config, EngineUse, ModelConfig
 from dskd.engine.request import GenerationRequest, InFlight, StepOutput
-from dskd.host import HostFactory, ModelHost
+from dskd.host import HostFactory, ServedModel
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
 from dskd.manager.manager import QuantizerManager
 from dskd.manager.types import Change, ChangeReport, ManagerSnapshot, SwitchReport
 from dskd.monitor.metrics import EventMetrics
 from dskd.monitor.types import NoiseSnapshot
+from dskd.plain.host import PlainModelHost
 from dskd.text.tokenizer import TextCodec
 from dskquant.engines import load_engine, load_slot_engine
 from dskquant.modes import PrecisionMode
+from dskquant.plain.store import is_plain_store
 from dskquant.store import StoreManifest
 
 
@@ -28,8 +30,9 @@ def host_factory(config: Config, metrics: EventMetrics | None = None) -> HostFac
     """
     lock = state_lock.hold(config.server.state_dir)
 
-    def make_host(name: str, model: ModelConfig, events: EventBus, history: History) -> ModelHost:
-        return StoredModelHost(name, model, config, events, history, metrics, lock.require)
+    def make_host(name: str, model: ModelConfig, events: EventBus, history: History) -> ServedModel:
+        kind = PlainModelHost if is_plain_store(model.path) else StoredModelHost
+        return kind(name, model, config, events, history, metrics, lock.require)
 
     return make_host
 

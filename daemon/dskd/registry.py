@@ -18,11 +18,12 @@ from dskd.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from dskd.host import HostFactory, ModelHost
+from dskd.host import HostFactory, ServedModel, is_plain
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
 from dskd.manager.types import HistoryEntry, ManagerSnapshot
 from dskd.states import LOADABLE, PASSING, ModelState
+from dskquant.modes import PrecisionMode
 
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 
@@ -43,12 +44,19 @@ class ModelEntry:
     from_path: bool = False  # not of the configuration: forgotten when its load fails
     state: ModelState = ModelState.UNLOADED
     reason: str = ""  # why the state is FAILED
-    host: ModelHost | None = None  # set while SERVING and UNLOADING
+    host: ServedModel | None = None  # set while SERVING and UNLOADING
     loading: asyncio.Task[None] | None = None
     closing: asyncio.Task[int] | None = None
 
     @property
-    def serving_host(self) -> ModelHost:
+    def default_mode(self) -> PrecisionMode:
+        """The mode that it begins with, and that quant configs return to."""
+        if self.host is not None and is_plain(self.host):
+            return self.host.config.default_mode
+        return self.config.default_mode
+
+    @property
+    def serving_host(self) -> ServedModel:
         """The host of a model that serves.
 
         Raises UnavailableError in a state that passes by itself, FailedPreconditionError in the others.
@@ -178,14 +186,14 @@ class ModelRegistry:
         await _cancel_all(entry.closing for entry in self._entries.values())
         return await self.close(0)
 
-    def _start_close(self, entry: ModelEntry, host: ModelHost, actor: str, grace_s: float) -> asyncio.Task[int]:
+    def _start_close(self, entry: ModelEntry, host: ServedModel, actor: str, grace_s: float) -> asyncio.Task[int]:
         if entry.closing is None or entry.closing.done():
             work = self._close_host(entry, host, actor, grace_s)
             entry.closing = asyncio.create_task(work, name=f"unload {entry.name}")
             entry.closing.add_done_callback(_retrieve_error)
         return entry.closing
 
-    async def _close_host(self, entry: ModelEntry, host: ModelHost, actor: str, grace_s: float) -> int:
+    async def _close_host(self, entry: ModelEntry, host: ServedModel, actor: str, grace_s: float) -> int:
         last = host.snapshot()
         self._enter(entry, ModelState.UNLOADING)
         try:

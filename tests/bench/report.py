@@ -45,17 +45,17 @@ def machine() -> str:
 
 
 def keep(name: str, section: Section) -> None:
-    """Keeps a section for `write`."""
+    """Keeps a section for `write`, with where and when it was measured."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(section.markdown(), encoding="utf-8")
+    (RESULTS / f"{name}.md").write_text(f"{section.markdown()}\nMeasured on {machine()}.\n", encoding="utf-8")
 
 
 def write(names: Iterable[str]) -> None:
     """Replaces docs/measurements.md by the newest results of the sections `names`."""
     head = (
         "# Measurements\n\n"
-        f"Made by `make bench` on {machine()}.\n"
-        "Shared, noisy machine: trust the ratios, which compare interleaved runs (medians), not the absolute times.\n"
+        "Made by `make bench`. Shared, noisy machines: trust the ratios, which compare interleaved runs (medians), not "
+        "the absolute times.\n"
     )
     results = [RESULTS / f"{name}.md" for name in names]
     DESTINATION.parent.mkdir(exist_ok=True)

@@ -34,8 +34,8 @@ def as_text(response: ListModelsResponse) -> RenderableType:
             state_word(model.state),
             mode_word(model.mode),
             ", ".join(mode_word(mode) for mode in model.resident) or NOTHING,
-            count_words(model.parameters),
-            f"{model.context_length:,}",
+            count_words(model.parameters) if model.parameters else NOTHING,
+            f"{model.context_length:,}" if model.context_length else NOTHING,
             model.architecture or NOTHING,
             model.path,
         )

@@ -21,7 +21,19 @@ from dskctl.options import add_model
 from dskctl.printer import Printer
 from dskctl.tables import dense_table, table
 from dskctl.verb import Verb
-from dskctl.words import MODES, NOTHING, age_words, local_time, mode_word, printable, short_hash, size_words, state_word
+from dskctl.words import (
+    MODES,
+    NOTHING,
+    age_words,
+    is_ratio,
+    local_time,
+    mode_word,
+    printable,
+    proven_words,
+    short_hash,
+    size_words,
+    state_word,
+)
 
 
 def run(args: argparse.Namespace, daemon: Daemon, printer: Printer) -> None:
@@ -64,9 +76,9 @@ def _model_row(model: ModelStatus) -> list[str]:
         str(model.generation),
         str(model.running_requests),
         str(model.waiting_requests),
-        f"{model.kv_blocks_free}/{model.kv_blocks_total}",
-        size_words(model.kv_cache_bytes),
-        f"{model.context_length:,}",
+        f"{model.kv_blocks_free}/{model.kv_blocks_total}" if model.kv_blocks_total else NOTHING,
+        size_words(model.kv_cache_bytes) if model.kv_cache_bytes else NOTHING,
+        f"{model.context_length:,}" if model.context_length else NOTHING,
         model.engine or NOTHING,
     ]
 
@@ -85,19 +97,21 @@ def modes_table(status: GetStatusResponse) -> Table:
 
 def _generations(status: GetStatusResponse) -> list[RenderableType]:
     """One row for each generation that a rollback can return to, and the present one."""
-    rows = [_generation_row(model.name, state) for model in status.models for state in model.generations]
-    columns = ("MODEL", "GENERATION", "STATE", "PARAMETER SET", "COMMITTED", "KL")
+    rows = [_generation_row(model, state) for model in status.models for state in model.generations]
+    noise = "NOISE" if any(is_ratio(model.measure) for model in status.models) else "KL"
+    columns = ("MODEL", "GENERATION", "STATE", "PARAMETER SET", "COMMITTED", noise)
     return ["", dense_table(columns, rows, right=("GENERATION",))] if rows else []
 
 
-def _generation_row(model: str, state: GenerationStatus) -> list[str]:
+def _generation_row(model: ModelStatus, state: GenerationStatus) -> list[str]:
+    noise = [f"{mode} {proven_words(state.kl[mode], model.measure)}" for mode in MODES if mode in state.kl]
     return [
-        model,
+        model.name,
         str(state.number),
         "active" if state.active else "resident" if state.resident else "stored",
         short_hash(state.parameter_set),
         local_time(state.committed),
-        ", ".join(f"{mode} {state.kl[mode]:.4f}" for mode in MODES if mode in state.kl) or NOTHING,
+        ", ".join(noise) or NOTHING,
     ]
 
 

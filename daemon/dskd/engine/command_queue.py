@@ -34,10 +34,10 @@ class CommandQueue:
         future.set_exception(self._closed_by)
         return future
 
-    def wait(self) -> None:
-        """Blocks the consumer until there is a command."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Blocks the consumer until there is a command, `timeout_s` seconds at most."""
         with self._changed:
-            self._changed.wait_for(lambda: self._commands)
+            self._changed.wait_for(lambda: self._commands, timeout_s)
 
     def apply_all(self) -> bool:
         """Applies what is queued by now, in order; whether there was anything. For the consumer alone."""

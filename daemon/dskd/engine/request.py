@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dskd.monitor.config import MonitorConfig
+from dskd.monitor.states import NoiseMeasure
 from dskquant.modes import PrecisionMode
 
 
@@ -107,17 +108,21 @@ class ScoringPlan:
 
 @dataclass(frozen=True, slots=True)
 class BlockScore:
-    """n positions of a request that two modes computed: how far `mode` is from `reference`. Arrays [n]."""
+    """n positions of a request that two modes computed: how far `mode` is from `reference`. Arrays [n].
+
+    A position of a plain graph is a whole request.
+    """
 
     request_id: str
     generation: int
     mode: PrecisionMode
     reference: PrecisionMode
     is_probe: bool  # `reference` served, `mode` did not
-    kl: NDArray[np.float64]  # KL(reference || mode), nats; infinity where `mode` was not finite
+    kl: NDArray[np.float64]  # of `measure`; infinity where `mode` was not finite
     agrees: NDArray[np.bool_]  # both have the same most probable token
     rank: NDArray[np.int64]  # tokens that `reference` finds more probable than the one that was served
     made: NDArray[np.float64]  # when each token was made, seconds of `time.monotonic`
+    measure: NoiseMeasure = NoiseMeasure.KL
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dskd.engine.batching import build_slot_batch
 from dskd.engine.engine_choice import Choice, Situation
@@ -24,7 +25,18 @@ class SecondEngine:
     cache: SlotCache
     choice: Choice
     times: StepTimes
+    explores: bool = False  # whether the choice needs to know the times of both engines
 
+
+class Unexplored(NamedTuple):
+    """A step of which nothing has been learned for long."""
+
+    served_by: ServedBy
+    kind: StepKind
+
+
+STALE_S = 60.0
+"""Times are found out anew after so long, when nobody waits."""
 
 LONG_AGO = 1 << 30
 """Steps since a move that never was."""
@@ -52,6 +64,8 @@ class SlotDecoder:
         self._graphs: dict[ServedBy, SlotGraph] = {}
         self._whereabouts: dict[frozenset[PrecisionMode], _Whereabouts] = {}
         self._load_s = 0.0  # a token
+        self._explores = second.explores
+        self._last: Unexplored | None = None  # what the engine that did not run the last decode step would have run
 
     @property
     def num_used_slots(self) -> int:
@@ -113,6 +127,19 @@ class SlotDecoder:
         if len(chunks) <= self._table.num_slots and all(chunk.is_decode for chunk in chunks):
             self._learn(self._paged_engine, [chunk.sequence for chunk in chunks], seconds)
 
+    def graph_of(self, served_by: ServedBy) -> SlotGraph | None:
+        return self._graphs.get(served_by)
+
+    def unexplored(self, now: float) -> Unexplored | None:
+        """The last decode step as the other engine would run it, if that is not known, or has not been for long."""
+        if not self._explores or self._last is None or now - self._times.learned(self._last.kind) < STALE_S:
+            return None
+        return self._last
+
+    def learn(self, kind: StepKind, seconds: float) -> None:
+        """Notes what a step took."""
+        self._times.learn(kind, seconds)
+
     def _goes_in_slots(self, graph: SlotGraph, group: list[Sequence], has_room: bool) -> bool:
         where = self._whereabouts.setdefault(graph.modes, _Whereabouts())
         in_slots = has_room and self._choice(self._situation(where, group))
@@ -123,7 +150,7 @@ class SlotDecoder:
         return in_slots
 
     def _situation(self, where: _Whereabouts, group: list[Sequence]) -> Situation:
-        mode, rows = _slowest_mode(group), len(group)
+        mode, rows = _slowest(group).mode, len(group)
         return Situation(
             where.in_slots,
             where.steps,
@@ -142,9 +169,12 @@ class SlotDecoder:
         return first
 
     def _learn(self, engine: str, group: list[Sequence], seconds: float) -> None:
-        self._times.learn(StepKind(engine, _slowest_mode(group), len(group)), seconds)
+        slowest = _slowest(group)
+        self.learn(StepKind(engine, slowest.mode, len(group)), seconds)
+        other = self._paged_engine if engine == self.engine_name else self.engine_name
+        self._last = Unexplored(slowest.served_by, StepKind(other, slowest.mode, len(group)))
 
 
-def _slowest_mode(group: Iterable[Sequence]) -> PrecisionMode:
-    """The most exact mode of a step: a row of INT8 costs all of them a pass over the residual plane."""
-    return max((sequence.mode for sequence in group), key=LADDER.index)
+def _slowest(group: Iterable[Sequence]) -> Sequence:
+    """That of the most exact mode of a step: a row of INT8 costs all of them a pass over the residual plane."""
+    return max(group, key=lambda sequence: LADDER.index(sequence.mode))

@@ -12,6 +12,7 @@ import structlog
 
 from dskd.engine.batching import build_batch
 from dskd.engine.block_pool import BlockPool
+from dskd.engine.exploration import Explorer
 from dskd.engine.graph_table import GraphTable
 from dskd.engine.request import (
     FinishReason,
@@ -70,6 +71,7 @@ class StepCore:
         self._observe = observe
         self._graphs = GraphTable()
         self._scorer = ShadowScorer(self._graphs, observe, ask)
+        self._explorer = Explorer(slots, self._graphs, self._scorer.alone_with) if slots else None
         self._health: HealthProbe | None = None  # made when the size of the vocabulary is known
         self._rules = ModeRules()
         self._modes_are_stale = False  # a flip is quick: what the rules make of it is found out with the next step
@@ -124,7 +126,12 @@ class StepCore:
     def install(self, generation: int, graph: Graph, slot_graph: SlotGraph | None = None) -> None:
         """Makes `graph` available for its modes, and `slot_graph`, if there is one, for their decodes."""
         self._graphs.install(generation, graph)
-        if self._slots and slot_graph:
+        if slot_graph:
+            self.install_slots(generation, slot_graph)
+
+    def install_slots(self, generation: int, slot_graph: SlotGraph) -> None:
+        """Lets `slot_graph` decode for the installed graph of its modes."""
+        if self._slots:
             self._slots.install(generation, slot_graph)
 
     def flip(self, mode: PrecisionMode, generation: int, in_flight: InFlight) -> FlipReport:
@@ -224,6 +231,14 @@ class StepCore:
             self._scorer.earn(now - self._last_step)
         self._last_step = now
         self._scorer.run_next(self._scheduler, self.is_idle)
+
+    def explore(self) -> None:
+        """May time a step that nobody asked for, now that no request is open."""
+        if self._explorer and self.is_idle:
+            try:
+                self._explorer.explore(self._scheduler.pool)
+            except Exception:
+                self.log.exception("a step could not be timed")
 
     def close(self) -> None:
         """Ends its threads and lets go of the graphs."""

@@ -122,6 +122,10 @@ class StepLoop:
         """
         return self._commands.ask(lambda: self._core.install(generation, graph, slot_graph))
 
+    def install_slots(self, generation: int, slot_graph: SlotGraph) -> Future[None]:
+        """Lets `slot_graph`, bound to its slots, decode for the installed graph of its modes."""
+        return self._commands.ask(lambda: self._core.install_slots(generation, slot_graph))
+
     def flip(self, mode: PrecisionMode, generation: int, in_flight: InFlight) -> Future[FlipReport]:
         """Makes `mode` of `generation` the active one; FailedPreconditionError if it has no graph.
 
@@ -188,6 +192,7 @@ class StepLoop:
             if not self._core.is_idle:
                 self._core.step()
                 self._core.settle()
+                self._core.explore()
             self._core.score()
 
     def _run(self) -> None:

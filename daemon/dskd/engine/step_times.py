@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -28,6 +30,7 @@ class StepTimes:
 
     def __init__(self, seconds: Mapping[StepKind, float] | None = None) -> None:
         self._seconds = dict(seconds or {})
+        self._learned = dict.fromkeys(self._seconds, time.monotonic())  # when; of what was known before, now
 
     @property
     def known(self) -> dict[StepKind, float]:
@@ -39,10 +42,16 @@ class StepTimes:
     def set(self, kind: StepKind, seconds: float) -> None:
         """Takes a measurement as it is."""
         self._seconds[kind] = seconds
+        self._learned[kind] = time.monotonic()
+
+    def learned(self, kind: StepKind) -> float:
+        """When the time of exactly this step was found out last (seconds of `time.monotonic`)."""
+        return self._learned.get(kind, -math.inf)
 
     def learn(self, kind: StepKind, seconds: float) -> None:
         """Takes the time of a step that was served into the average."""
         known = self.estimate(kind)
+        self._learned[kind] = time.monotonic()
         if known is None or known <= 0:
             self._seconds[kind] = seconds
             return

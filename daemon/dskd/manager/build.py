@@ -3,52 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from dskd import memory
-from dskd.errors import FailedPreconditionError
+from dskd import huge_pages, memory
 from dskd.manager.generation import Generation
 from dskd.manager.measuring import InTurn
-from dskd.manager.proof import Proof, Prover
+from dskd.manager.parts import Build, Overtaking
+from dskd.manager.proof import Prover
 from dskd.manager.second_engine import SecondBuilder, SlotBuild
 from dskd.priority import at_once, lower_priority, when_idle
-from dskquant.engines.protocol import CompileOptions, Engine, Graph, KVCache
-from dskquant.modes import PrecisionMode
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """A graph that may serve, and what it took."""
-
-    graph: Graph
-    proofs: list[Proof]
-    phases_ms: dict[str, float] = field(default_factory=dict)
-    slots: SlotBuild = field(default_factory=SlotBuild)  # the same on the second engine
-
-
-class Overtaking:
-    """Tells a build that nobody wants it any more. The engines cannot be interrupted: it is asked between two phases.
-
-    May be used from any thread.
-    """
-
-    def __init__(self) -> None:
-        self._by: str | None = None
-
-    def overtake(self, by: str) -> None:
-        """`by` is what has come instead, such as "a later change"."""
-        self._by = by
-
-    def happened(self) -> bool:
-        return self._by is not None
-
-    def check(self) -> None:
-        """Raises FailedPreconditionError if it was overtaken."""
-        if self._by is not None:
-            raise FailedPreconditionError("change", f"overtaken by {self._by}")
+from dskquant.engines.protocol import CompileOptions, Engine, KVCache
+from dskquant.modes import QUANTIZED, PrecisionMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +29,14 @@ class Builder:
     options: CompileOptions
     prover: Prover
     second: SecondBuilder | None = None
+
+    def graph_key(self, mode: PrecisionMode) -> frozenset[PrecisionMode]:
+        """The modes served by the graph that serves `mode`."""
+        return self.options.graph_key(mode)
+
+    def weights_of(self, generation: Generation, modes: frozenset[PrecisionMode]) -> str:
+        """Hash of the generation; "" for float modes, which run the source weights in all generations."""
+        return generation.hash if modes <= QUANTIZED else ""
 
     def require_memory(self, graphs: Collection[frozenset[PrecisionMode]], given_back: int = 0) -> None:
         """Raises ResourceExhaustedError, with the numbers, unless the graphs of these modes fit into memory.
@@ -90,40 +67,47 @@ class Builder:
         if cache is not None:
             lower_priority()
         overtaking.check()
-        with _timed(phases, "validate"):
+        with timed(phases, "validate"):
             self.require_memory([modes])
         engine_thread = at_once if cache is None else when_idle
-        with _timed(phases, "build"):
+        with timed(phases, "build"):
             parameters = generation.effective_parameters
             graph = engine_thread(lambda: self.engine.compile(self.store, modes, self.options, parameters))
-        slots = SlotBuild()
         try:
             overtaking.check()
-            with _timed(phases, "prove"):
+            with timed(phases, "prove"):
                 proofs = self.prover.judge(engine_thread(lambda: self.prover.ask(graph)))
                 graph.release_source()
-            if self.second is not None:
-                with _timed(phases, "second_engine"):
-                    slots = self.second.build(generation, graph, engine_thread, in_turn, overtaking.check)
+                huge_pages.collapse()
+                if self.second is not None:
+                    self.second.measure_paged(graph, in_turn)
             overtaking.check()
             if cache is not None:
                 graph.bind(cache)
         except BaseException:
             graph.close()
-            slots.close()
             raise
-        return Build(graph, _worst(proofs, slots.proofs), phases, slots)
+        build_slots = partial(self._build_slots, self.second, generation, modes) if self.second else None
+        return Build(graph, proofs, phases, build_slots)
 
-
-def _worst(proofs: Iterable[Proof], others: Iterable[Proof]) -> list[Proof]:
-    """A mode is as noisy as on the noisier of its engines."""
-    by_mode = {proof.mode: proof for proof in others}
-    pairs = ((proof, by_mode.get(proof.mode, proof)) for proof in proofs)
-    return [max(pair, key=lambda proof: proof.divergence.mean_kl) for pair in pairs]
+    def _build_slots(
+        self,
+        second: SecondBuilder,
+        generation: Generation,
+        modes: frozenset[PrecisionMode],
+        is_serving: bool,
+        overtaking: Overtaking,
+        in_turn: InTurn,
+    ) -> SlotBuild:
+        if is_serving:
+            lower_priority()
+        engine_thread = when_idle if is_serving else at_once
+        return second.build(generation, modes, engine_thread, in_turn, overtaking.check)
 
 
 @contextmanager
-def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
+def timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    """Notes the milliseconds that the block takes."""
     began = time.perf_counter()
     yield
     phases[name] = (time.perf_counter() - began) * 1e3

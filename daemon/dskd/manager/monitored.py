@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from dskd.engine.request import ModeRules, ScoringPlan
-from dskd.engine.step_loop import StepLoop
 from dskd.manager.journal import Journal
+from dskd.manager.parts import ModelLoop
 from dskd.manager.residency import Residency
 from dskd.manager.transitions import Serving, Transitions
 from dskd.manager.types import HistoryEntry
@@ -24,7 +24,7 @@ class ManagedModel:
         self,
         transitions: Transitions,
         residency: Residency,
-        loop: StepLoop,
+        loop: ModelLoop,
         journal: Journal,
         proofs_are_absolute: bool,
     ) -> None:
@@ -41,15 +41,23 @@ class ManagedModel:
             now.generation.number,
             now.mode,
             now.pinned,
-            self._proven_kl(now) | now.generation.parameters.expected_kl,
+            self._expected_kl(now),
             self._residency.modes_in_memory(now.generation),
             self._loop.snapshot(),
         )
 
+    def _expected_kl(self, now: Serving) -> dict[PrecisionMode, float]:
+        """Of the noisier engine: a calibration measures on the first one alone."""
+        calibrated = now.generation.parameters.expected_kl
+        times = {mode: self._residency.second_noise(now.generation, mode) for mode in calibrated}
+        return self._proven_kl(now) | {mode: times[mode] * kl for mode, kl in calibrated.items()}
+
     def _proven_kl(self, now: Serving) -> dict[PrecisionMode, float]:
         if not self._proofs_are_absolute:
             return {}
-        return {mode: PROOF_MARGIN * kl for mode, kl in now.kept[0].kl.items() if mode is not REFERENCE}
+        proofs = self._residency.proofs(now.generation)
+        kl = now.kept[0].kl | {mode: proof.divergence.mean_kl for mode, proof in proofs.items()}
+        return {mode: PROOF_MARGIN * value for mode, value in kl.items() if mode is not REFERENCE}
 
     async def make_ready(self, mode: PrecisionMode) -> None:
         self._residency.want(mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,16 @@ class Proof:
 
     mode: PrecisionMode
     divergence: Divergence
+
+
+def ratio_of_db(sqnr_db: float) -> float:
+    """Noise power over signal power."""
+    return float(10 ** (-sqnr_db / 10))
+
+
+def db_of_ratio(ratio: float) -> float:
+    """Signal to noise in dB; infinity for no noise at all."""
+    return -10 * math.log10(ratio) if ratio > 0 else math.inf
 
 
 class Prover:
@@ -54,12 +65,12 @@ class Prover:
         """`ask` of a slot graph."""
         return {mode: golden.answers_in_slots(self._prompts, graph, mode) for mode in graph.modes}
 
-    def judge(self, answers: Answers) -> list[Proof]:
-        """Compares answers with the reference's, the most exact mode first.
+    def judge(self, answers: Answers, may_stand_in: bool = True) -> list[Proof]:
+        """Compares answers with the reference's, the most exact mode first; `may_stand_in` for it, where it is missing.
 
         Raises FailedPreconditionError, naming the mode and the figures, when one is not finite or too far away.
         """
-        return [self._judge(mode, answers[mode]) for mode in reversed(LADDER) if mode in answers]
+        return [self._judge(mode, answers[mode], may_stand_in) for mode in reversed(LADDER) if mode in answers]
 
     def judge_change(self, before: Mapping[PrecisionMode, float], after: Collection[Proof]) -> None:
         """Raises FailedPreconditionError when a mode of a new generation is much noisier than it was before."""
@@ -76,10 +87,11 @@ class Prover:
                     f"that of the serving generation {known:.3g} (limit: {worst:g} times that)",
                 )
 
-    def _judge(self, mode: PrecisionMode, logits: Logits) -> Proof:
+    def _judge(self, mode: PrecisionMode, logits: Logits, may_stand_in: bool) -> Proof:
         proof = Proof(mode, Divergence.between(self._reference_for(logits), logits))
         self._require_limits(proof)
-        self._offer_stand_in(mode, logits)
+        if may_stand_in:
+            self._offer_stand_in(mode, logits)
         return proof
 
     def _reference_for(self, logits: Logits) -> Logits:

@@ -14,17 +14,14 @@ from typing import Any, NamedTuple
 import structlog
 
 from dskd import memory
-from dskd.engine.step_loop import StepLoop
 from dskd.errors import FailedPreconditionError
-from dskd.manager.build import Build, Builder, Overtaking
 from dskd.manager.events import EventBus
-from dskd.manager.generation import Generation
 from dskd.manager.measuring import InTurn
+from dskd.manager.parts import Build, BuildSlots, ModelBuilder, ModelLoop, Overtaking, ResidentGraph, ServedGeneration
 from dskd.manager.proof import Proof
 from dskd.manager.second_engine import SlotBuild
 from dskd.priority import at_once
-from dskquant.engines.protocol import Graph, KVCache
-from dskquant.modes import LADDER, QUANTIZED, PrecisionMode
+from dskquant.modes import LADDER, PrecisionMode
 
 LONGEST_NAP_S = 5.0
 """Between two looks for graphs that nobody uses."""
@@ -35,7 +32,7 @@ class GraphId(NamedTuple):
     """What a graph computes: two generations that agree on it share the graph."""
 
     modes: frozenset[PrecisionMode]
-    weights: str  # hash of the generation; "" for float modes, which run the source weights in all generations
+    weights: str  # see `ModelBuilder.weights_of`
 
     @property
     def name(self) -> str:
@@ -53,7 +50,7 @@ class Installation(NamedTuple):
 class Resident:
     """A graph in memory."""
 
-    graph: Graph
+    graph: ResidentGraph
     proofs: list[Proof]
     last_use: dict[int, float] = field(default_factory=dict)  # by generation it is installed for: `time.monotonic`
     slots: SlotBuild = field(default_factory=SlotBuild)  # the same on the second engine
@@ -62,6 +59,13 @@ class Resident:
     def nbytes(self) -> int:
         return self.graph.resident_bytes + self.slots.nbytes
 
+    @property
+    def worst_proofs(self) -> list[Proof]:
+        """A mode is as noisy as on the noisier of its engines."""
+        by_mode = {proof.mode: proof for proof in self.slots.proofs}
+        pairs = ((proof, by_mode.get(proof.mode, proof)) for proof in self.proofs)
+        return [max(pair, key=lambda proof: proof.divergence.mean_kl) for pair in pairs]
+
     def close(self) -> None:
         self.graph.close()
         self.slots.close()
@@ -69,7 +73,7 @@ class Resident:
 
 @dataclass(slots=True)
 class _UnderWay:
-    task: asyncio.Task[dict[str, float]]
+    task: asyncio.Task[Any]
     overtaking: Overtaking
 
 
@@ -85,7 +89,7 @@ class Retention:
 class Residency:
     """The graphs of one model. Belongs to the asyncio thread; builds run in a thread of low priority."""
 
-    def __init__(self, model: str, builder: Builder, events: EventBus) -> None:
+    def __init__(self, model: str, builder: ModelBuilder, events: EventBus) -> None:
         self._model = model
         self._builder = builder
         self._events = events
@@ -93,29 +97,31 @@ class Residency:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"build-{model}")
         self._residents: dict[GraphId, Resident] = {}
         self._builds: dict[Installation, _UnderWay] = {}
+        self._followers: dict[GraphId, _UnderWay] = {}  # graphs of the second engine, of modes that serve already
+        self._num_preparing = 0
         self._held: Counter[Installation] = Counter()
         # a graph that is on its way out must be gone before its successor can be installed
         self._changing: defaultdict[GraphId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._stirred = asyncio.Event()
         self._is_settling = False
-        self._cache: KVCache | None = None  # before `attach` and after `close`
+        self._cache: Any = None  # before `attach` and after `close`
         self._in_turn: InTurn = at_once  # there is no loop before `attach`
         self._serving = 0  # number of the generation that serves
         self._wanted: Counter[PrecisionMode] = Counter()
 
     # Display
 
-    def has(self, generation: Generation, mode: PrecisionMode) -> bool:
+    def has(self, generation: ServedGeneration, mode: PrecisionMode) -> bool:
         """Whether `mode` of `generation` could serve at once."""
         resident = self._residents.get(self._id(generation, mode))
         return resident is not None and generation.number in resident.last_use
 
-    def bytes_of(self, generation: Generation, mode: PrecisionMode) -> int:
+    def bytes_of(self, generation: ServedGeneration, mode: PrecisionMode) -> int:
         """Memory of the graph that serves `mode`; 0 if it is not in memory."""
         resident = self._residents.get(self._id(generation, mode))
         return resident.nbytes if resident else 0
 
-    def slots_of(self, generation: Generation, mode: PrecisionMode) -> SlotBuild | None:
+    def slots_of(self, generation: ServedGeneration, mode: PrecisionMode) -> SlotBuild | None:
         """The graph of the second engine that decodes `mode`, or why there is none; None: the mode is not in memory."""
         resident = self._residents.get(self._id(generation, mode))
         return resident.slots if resident else None
@@ -124,14 +130,22 @@ class Residency:
         """Whether quantized graphs of that generation are in memory."""
         return any(graph_id.weights and number in resident.last_use for graph_id, resident in self._residents.items())
 
-    def modes_in_memory(self, generation: Generation) -> frozenset[PrecisionMode]:
+    def modes_in_memory(self, generation: ServedGeneration) -> frozenset[PrecisionMode]:
         """The modes of `generation` that could serve at once."""
         return frozenset(mode for mode in LADDER if self.has(generation, mode))
 
-    def proofs(self, generation: Generation) -> dict[PrecisionMode, Proof]:
+    def proofs(self, generation: ServedGeneration) -> dict[PrecisionMode, Proof]:
         """What its graphs in memory answered to the golden prompts."""
         found = [self._residents.get(self._id(generation, mode)) for mode in LADDER]
-        return {proof.mode: proof for resident in found if resident for proof in resident.proofs}
+        return {proof.mode: proof for resident in found if resident for proof in resident.worst_proofs}
+
+    def second_noise(self, generation: ServedGeneration, mode: PrecisionMode) -> float:
+        """How many times noisier `mode` is on the noisier engine than on the first one, by their proofs; 1 or more."""
+        resident = self._residents.get(self._id(generation, mode))
+        kl = {proof.mode: proof.divergence.mean_kl for proof in (resident.proofs if resident else ())}
+        if resident is None or not kl.get(mode):
+            return 1.0
+        return max(proof.divergence.mean_kl for proof in resident.worst_proofs if proof.mode is mode) / kl[mode]
 
     @property
     def in_preparation(self) -> list[str]:
@@ -140,21 +154,23 @@ class Residency:
 
     # Building
 
-    async def build_first(self, generation: Generation, modes: Iterable[PrecisionMode]) -> None:
+    async def build_first(self, generation: ServedGeneration, modes: Iterable[PrecisionMode]) -> None:
         """Builds the graphs of `modes` before there is a loop or a cache."""
         for graph_id in dict.fromkeys(self._id(generation, mode) for mode in modes):
             if graph_id not in self._residents:
                 build = await self._build(generation, graph_id, Overtaking())
                 last_use = {generation.number: time.monotonic()}
-                self._residents[graph_id] = Resident(build.graph, build.proofs, last_use, build.slots)
+                self._residents[graph_id] = resident = Resident(build.graph, build.proofs, last_use)
+                if build.build_slots:
+                    resident.slots = await self._build_slots(build.build_slots, Overtaking())
 
     @property
-    def any_graph(self) -> Graph:
+    def any_graph(self) -> ResidentGraph:
         """One of the graphs in memory; they all take the same cache."""
         return next(iter(self._residents.values())).graph
 
-    async def attach(self, loop: StepLoop, cache: KVCache) -> None:
-        """Gives `loop` the graphs built so far, bound to `cache`, and those built later."""
+    async def attach(self, loop: ModelLoop, cache: Any) -> None:
+        """Gives `loop` the graphs built so far, bound to `cache` (anything but None), and those built later."""
         self._loop, self._cache = loop, cache
         self._in_turn = lambda work: loop.between_steps(work).result()
         for resident in self._residents.values():
@@ -163,7 +179,7 @@ class Residency:
                 await asyncio.wrap_future(loop.install(number, resident.graph, resident.slots.graph))
 
     async def ensure(
-        self, generation: Generation, mode: PrecisionMode, overtaking: Overtaking | None = None
+        self, generation: ServedGeneration, mode: PrecisionMode, overtaking: Overtaking | None = None
     ) -> dict[str, float]:
         """Waits until `mode` of `generation` can serve.
 
@@ -186,7 +202,7 @@ class Residency:
         return dict(await asyncio.shield(self._builds[wanted].task))
 
     @contextmanager
-    def holding(self, generation: Generation, modes: Iterable[PrecisionMode]) -> Iterator[None]:
+    def holding(self, generation: ServedGeneration, modes: Iterable[PrecisionMode]) -> Iterator[None]:
         """Keeps graphs from being released while somebody is about to use them."""
         keys = [Installation(self._id(generation, mode), generation.number) for mode in modes]
         self._held.update(keys)
@@ -207,11 +223,12 @@ class Residency:
         self._wanted[mode] -= 1
         self._stirred.set()
 
-    async def evict(self, generation: Generation, modes: frozenset[PrecisionMode]) -> None:
+    async def evict(self, generation: ServedGeneration, modes: frozenset[PrecisionMode]) -> None:
         """Closes quantized graphs at once, though requests use them: the loop is suspended until others take over."""
         for graph_id in {self._id(generation, mode) for mode in modes}:
             async with self._changing[graph_id]:
                 resident = self._residents.pop(graph_id)
+                self._overtake_follower(graph_id)
                 for number in resident.last_use:
                     await asyncio.wrap_future(self._loop.suspend(number, graph_id.modes))
                 await asyncio.to_thread(resident.close)
@@ -226,7 +243,7 @@ class Residency:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stirred.wait(), nap)
 
-    def serve(self, generation: Generation) -> None:
+    def serve(self, generation: ServedGeneration) -> None:
         """Tells that `generation` serves: the snapshot of the loop may lag behind. There may be graphs to release."""
         self._serving = generation.number
         self._stirred.set()
@@ -235,8 +252,15 @@ class Residency:
         """Ends the releasing, and waits for the builds under way, whatever becomes of them."""
         self._is_settling = True
         self._stirred.set()
-        while self._builds:
-            await asyncio.wait([build.task for build in self._builds.values()])
+        for graph_id in list(self._followers):
+            self._overtake_follower(graph_id)
+        while under_way := [*self._builds.values(), *self._followers.values()]:
+            await asyncio.wait([build.task for build in under_way])
+
+    async def caught_up(self) -> None:
+        """Waits until the second engine has what the first one has, as far as it can."""
+        while self._followers:
+            await asyncio.wait([follower.task for follower in self._followers.values()])
 
     def close(self) -> None:
         """Frees everything; blocks until a build under way has ended. The loop must have stopped."""
@@ -248,12 +272,12 @@ class Residency:
 
     # How
 
-    def _id(self, generation: Generation, mode: PrecisionMode) -> GraphId:
-        modes = self._builder.options.graph_key(mode)
-        return GraphId(modes, generation.hash if modes <= QUANTIZED else "")
+    def _id(self, generation: ServedGeneration, mode: PrecisionMode) -> GraphId:
+        modes = self._builder.graph_key(mode)
+        return GraphId(modes, self._builder.weights_of(generation, modes))
 
     async def _build_and_install(
-        self, generation: Generation, wanted: Installation, overtaking: Overtaking
+        self, generation: ServedGeneration, wanted: Installation, overtaking: Overtaking
     ) -> dict[str, float]:
         graph_id = wanted.graph_id
         phases: dict[str, float] = {}
@@ -265,7 +289,9 @@ class Residency:
                 if resident is None:  # else another generation that agrees on it has it
                     self._publish("mode.preparing", f"preparing {graph_id.name}", wanted)
                     build = await self._build(generation, graph_id, overtaking)
-                    resident, phases = Resident(build.graph, build.proofs, slots=build.slots), build.phases_ms
+                    resident, phases = Resident(build.graph, build.proofs), build.phases_ms
+                    if build.build_slots:
+                        self._start_following(graph_id, resident, build.build_slots)
                 await asyncio.wrap_future(self._loop.install(generation.number, resident.graph, resident.slots.graph))
                 resident.last_use[generation.number] = time.monotonic()
                 self._residents[graph_id] = resident
@@ -274,7 +300,7 @@ class Residency:
         self._publish("mode.resident", f"{graph_id.name} is resident", wanted, phases_ms=phases)
         return phases
 
-    async def _build(self, generation: Generation, graph_id: GraphId, overtaking: Overtaking) -> Build:
+    async def _build(self, generation: ServedGeneration, graph_id: GraphId, overtaking: Overtaking) -> Build:
         with self._preparing():
             build = await asyncio.get_running_loop().run_in_executor(
                 self._thread,
@@ -296,16 +322,60 @@ class Residency:
             )
         return build
 
+    def _start_following(self, graph_id: GraphId, resident: Resident, build_slots: BuildSlots) -> None:
+        """Has the graph of the second engine made, while the first one serves alone."""
+        if self._is_settling:
+            return
+        resident.slots = SlotBuild(reason="it is being prepared")
+        overtaking = Overtaking()
+        task = asyncio.create_task(self._follow(graph_id, resident, build_slots, overtaking))
+        task.add_done_callback(_retrieve_error)
+        self._followers[graph_id] = _UnderWay(task, overtaking)
+
+    async def _follow(
+        self, graph_id: GraphId, resident: Resident, build_slots: BuildSlots, overtaking: Overtaking
+    ) -> None:
+        try:
+            slots = await self._build_slots(build_slots, overtaking)
+            async with self._changing[graph_id]:
+                if self._residents.get(graph_id) is not resident:
+                    await asyncio.to_thread(slots.close)
+                    return
+                resident.slots = slots
+                if slots.graph is not None:
+                    for number in resident.last_use:
+                        await asyncio.wrap_future(self._loop.install_slots(number, slots.graph))
+        except Exception:
+            self._log.exception("the second engine was not prepared", mode=graph_id.name)
+            raise
+        finally:
+            follower = self._followers.get(graph_id)
+            if follower and follower.overtaking is overtaking:  # else its modes have left and come back meanwhile
+                del self._followers[graph_id]
+
+    def _overtake_follower(self, graph_id: GraphId) -> None:
+        if graph_id in self._followers:
+            self._followers[graph_id].overtaking.overtake("the release of its modes")
+
+    async def _build_slots(self, build_slots: BuildSlots, overtaking: Overtaking) -> SlotBuild:
+        is_serving = self._cache is not None
+        with self._preparing():
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, build_slots, is_serving, overtaking, self._in_turn
+            )
+
     @contextmanager
     def _preparing(self) -> Iterator[None]:
         if self._cache is None:  # nothing serves yet
             yield
             return
+        self._num_preparing += 1
         self._loop.set_preparing(True)
         try:
             yield
         finally:
-            self._loop.set_preparing(len(self._builds) > 1)  # this one is among them
+            self._num_preparing -= 1
+            self._loop.set_preparing(self._num_preparing > 0)
 
     async def _look_at(self, graph_id: GraphId, retention: Retention) -> list[float]:
         """Releases what has been unused for long enough; the seconds until next looks."""
@@ -350,6 +420,7 @@ class Residency:
             if resident.last_use:
                 return  # another generation has it too
             del self._residents[graph_id]
+            self._overtake_follower(graph_id)
             await asyncio.to_thread(resident.close)
         memory.give_back()
         self._publish("mode.released", f"{graph_id.name} is released", found)

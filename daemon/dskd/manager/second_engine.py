@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from dskd import memory
+from dskd import huge_pages, memory
 from dskd.config import EngineUse, ModelConfig
 from dskd.engine.engine_choice import always_in_slots, by_time
 from dskd.engine.slot_decoder import SecondEngine
@@ -68,24 +68,24 @@ class SecondBuilder:
     @property
     def decoding(self) -> SecondEngine:
         """What the step loop needs of it."""
-        choice = by_time if self.use is EngineUse.AUTO else always_in_slots
-        return SecondEngine(self.engine.name, self.cache, choice, self.times)
+        chooses = self.use is EngineUse.AUTO
+        choice = by_time if chooses else always_in_slots
+        return SecondEngine(self.engine.name, self.cache, choice, self.times, explores=chooses)
 
     def build(
         self,
         generation: Generation,
-        beside: Graph,
+        modes: frozenset[PrecisionMode],
         engine_thread: EngineThread,
         in_turn: InTurn,
         check: Callable[[], None],
     ) -> SlotBuild:
-        """A graph of the modes of `beside` that has been proven, bound to the slots; or why there is none.
+        """A graph of `modes` that has been proven, bound to the slots; or why there is none.
 
         It is compiled in the calling thread, as that is mostly work in Python: an idle thread would keep the
         interpreter's lock for long. It is proven in `engine_thread`, and timed `in_turn`. `check` raises a DskdError
-        when it is wanted no longer. May leave a scratch cache bound to `beside`.
+        when it is wanted no longer.
         """
-        modes = beside.modes
         if not modes <= self.engine.modes:
             return SlotBuild(reason=f"{self.engine.name} does not have it")
         try:
@@ -96,8 +96,9 @@ class SecondBuilder:
             return self._refused(modes, error)
         try:
             proofs = self._prove(graph, engine_thread, check)
+            huge_pages.collapse()
             if self.use is EngineUse.AUTO:
-                self._measure(graph, beside, in_turn)
+                self._measure_slots(graph, in_turn)
             graph.bind(self.cache)
         except BaseException as error:
             graph.close()
@@ -110,25 +111,27 @@ class SecondBuilder:
         """Keeps what is known of step times over a restart."""
         self.file.write(self.times.known)
 
+    def measure_paged(self, graph: Graph, in_turn: InTurn) -> None:
+        """Finds out how long steps of `graph` take, if somebody chooses by that. May leave a scratch cache bound."""
+        if self.use is EngineUse.AUTO:
+            for mode in graph.modes & self.engine.modes:
+                if not self.times.knows(self.paged_engine.name, mode):
+                    measure_paged(graph, self.paged_engine, mode, in_turn, self.times)
+
     def _prove(self, graph: SlotGraph, engine_thread: EngineThread, check: Callable[[], None]) -> tuple[Proof, ...]:
         check()
         answers = engine_thread(lambda: self.prover.ask_in_slots(graph))
         check()
-        proofs = self.prover.judge(answers)
+        proofs = self.prover.judge(answers, may_stand_in=False)
         for proof in proofs:
             log.info("proven", engine=self.engine.name, mode=proof.mode.value, mean_kl=proof.divergence.mean_kl)
         return tuple(proofs)
 
-    def _measure(self, graph: SlotGraph, beside: Graph, in_turn: InTurn) -> None:
-        """Finds out how long steps of both take, in modes of which it is not known."""
-        known = len(self.times.known)
+    def _measure_slots(self, graph: SlotGraph, in_turn: InTurn) -> None:
         for mode in graph.modes:
-            if not self.times.knows(self.paged_engine.name, mode):
-                measure_paged(beside, self.paged_engine, mode, in_turn, self.times)
             if not self.times.knows(self.engine.name, mode):
                 measure_slots(graph, self.engine.name, mode, in_turn, self.times)
-        if len(self.times.known) > known:
-            self.save_times()
+        self.save_times()
 
     def _refused(self, modes: frozenset[PrecisionMode], error: Exception) -> SlotBuild:
         names = sorted(mode.value for mode in modes)

@@ -19,19 +19,16 @@ from typing import Any, TypeVar
 
 from dskd.config import ModelConfig, SwapPolicy
 from dskd.engine.request import FlipReport, InFlight
-from dskd.engine.step_loop import StepLoop
 from dskd.errors import EXPECTED_ERRORS, FailedPreconditionError, InvalidArgumentError, UnavailableError
-from dskd.manager.build import Builder, Overtaking
-from dskd.manager.catalogue import Catalogue
 from dskd.manager.depot import KeepCancelledError
-from dskd.manager.generation import Generation
 from dskd.manager.journal import Journal
+from dskd.manager.parts import ModelBuilder, ModelCatalogue, ModelLoop, Overtaking, ServedGeneration, ServedSet
 from dskd.manager.residency import Residency
 from dskd.manager.state_file import Committed, KeptGeneration
 from dskd.manager.types import Change, ChangeReport, HistoryEntry, ModeProof
+from dskd.monitor.states import NoiseMeasure
 from dskd.priority import lower_priority
 from dskquant.modes import LADDER, QUANTIZED, PrecisionMode
-from dskquant.parameter_set import ParameterSet
 
 T = TypeVar("T")
 
@@ -40,7 +37,7 @@ T = TypeVar("T")
 class Serving:
     """What serves, and the generations that a rollback can return to, it included; the last committed first."""
 
-    generation: Generation
+    generation: ServedGeneration
     mode: PrecisionMode
     kept: tuple[KeptGeneration, ...]
     pinned: bool = False  # the mode, by an operator: whatever the noise monitor says
@@ -58,7 +55,7 @@ class Plan:
     mode_ticket: int = 0  # its place in the order in which modes were asked for
     overtaking: Overtaking = field(default_factory=Overtaking)
     set_hash: str = ""  # of the parameter set that it needs, from before that is kept in the depot
-    target: Generation | None = None  # set when it is validated; a mere switch of the mode has none
+    target: ServedGeneration | None = None  # set when it is validated; a mere switch of the mode has none
     phases_ms: dict[str, float] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
 
@@ -80,10 +77,10 @@ class Transitions:
         self,
         model: str,
         config: ModelConfig,
-        catalogue: Catalogue,
-        builder: Builder,
+        catalogue: ModelCatalogue,
+        builder: ModelBuilder,
         residency: Residency,
-        loop: StepLoop,
+        loop: ModelLoop,
         state_file: Path,
         journal: Journal,
         serving: Serving,
@@ -91,6 +88,7 @@ class Transitions:
         on_commit: Callable[[], None],
         check_monitor: Callable[[Mapping[str, Any]], None],
         require_state_dir: Callable[[], None],
+        measure: NoiseMeasure,
     ) -> None:
         """`on_commit` is called when `serving` has changed.
 
@@ -101,6 +99,7 @@ class Transitions:
         self._on_commit = on_commit
         self._check_monitor = check_monitor
         self._require_state_dir = require_state_dir
+        self._measure = measure
         self._model = model
         self._config = config
         self._catalogue = catalogue
@@ -184,7 +183,7 @@ class Transitions:
         await self._resolve(plan, lambda found: found, lambda: self._last_number + 1)
         target = plan.target or self.serving.generation
         missing = [mode for mode in self._needed(plan) if not self._residency.has(target, mode)]
-        self._builder.require_memory({self._builder.options.graph_key(mode) for mode in missing})
+        self._builder.require_memory({self._builder.graph_key(mode) for mode in missing})
         return self._report(plan)
 
     def enter(self, plan: Plan) -> None:
@@ -237,7 +236,7 @@ class Transitions:
             plan.spend({"validate": _ms_since(began)})
 
     async def _resolve(
-        self, plan: Plan, keep: Callable[[ParameterSet], ParameterSet], next_number: Callable[[], int]
+        self, plan: Plan, keep: Callable[[ServedSet], ServedSet], next_number: Callable[[], int]
     ) -> None:
         """Finds the generation that `plan` asks for."""
         if plan.change.monitor:
@@ -247,8 +246,8 @@ class Transitions:
             plan.target = await self._run_in(self._reader, find)
 
     def _find_target(
-        self, plan: Plan, keep: Callable[[ParameterSet], ParameterSet], next_number: Callable[[], int]
-    ) -> Generation:
+        self, plan: Plan, keep: Callable[[ServedSet], ServedSet], next_number: Callable[[], int]
+    ) -> ServedGeneration:
         """Reads and checks whole parameter sets."""
         if plan.returns_to is not None:
             plan.set_hash = plan.returns_to.parameter_set
@@ -327,11 +326,11 @@ class Transitions:
 
     def _require_room(self, plan: Plan, evicted: frozenset[PrecisionMode]) -> None:
         old = self.serving.generation
-        key = self._builder.options.graph_key
+        key = self._builder.graph_key
         given_back = {key(mode): self._residency.bytes_of(old, mode) for mode in evicted}
         self._builder.require_memory({key(mode) for mode in evicted}, sum(given_back.values()))
 
-    async def _bring_back(self, old: Generation, modes: frozenset[PrecisionMode]) -> None:
+    async def _bring_back(self, old: ServedGeneration, modes: frozenset[PrecisionMode]) -> None:
         if self._is_closed:
             return
         try:
@@ -392,7 +391,7 @@ class Transitions:
             return self.serving.monitor
         return json.dumps(wanted, sort_keys=True) if wanted else ""
 
-    def _kept_with(self, generation: Generation) -> tuple[KeptGeneration, ...]:
+    def _kept_with(self, generation: ServedGeneration) -> tuple[KeptGeneration, ...]:
         others = [kept for kept in self.serving.kept if kept.number != generation.number]
         return (kept_now(generation, self._residency), *others)[: self._config.keep_generations]
 
@@ -420,7 +419,9 @@ class Transitions:
 
     # Told
 
-    def _entry(self, plan: Plan, mode: PrecisionMode | None = None, target: Generation | None = None) -> HistoryEntry:
+    def _entry(
+        self, plan: Plan, mode: PrecisionMode | None = None, target: ServedGeneration | None = None
+    ) -> HistoryEntry:
         """What history tells of `plan`; without a mode and a target, of one that was refused."""
         target = target or plan.target
         entry = replace(plan.entry, phases_ms=plan.phases_ms)
@@ -442,7 +443,13 @@ class Transitions:
         before = self._kl_now()
         after = self._residency.proofs(plan.target)
         return tuple(
-            ModeProof(mode, before.get(mode), after[mode].divergence.mean_kl, after[mode].divergence.agreement)
+            ModeProof(
+                mode,
+                before.get(mode),
+                after[mode].divergence.mean_kl,
+                after[mode].divergence.agreement,
+                self._measure,
+            )
             for mode in LADDER
             if mode in QUANTIZED and mode in after
         )
@@ -471,7 +478,7 @@ class Transitions:
         )
 
 
-def kept_now(generation: Generation, residency: Residency) -> KeptGeneration:
+def kept_now(generation: ServedGeneration, residency: Residency) -> KeptGeneration:
     """`generation` as a rollback finds it again, with what its graphs in memory answered to the golden prompts."""
     kl = {mode: proof.divergence.mean_kl for mode, proof in residency.proofs(generation).items()}
     return KeptGeneration(

@@ -12,6 +12,7 @@ from typing import Any
 from dskd.config import EngineUse
 from dskd.engine.request import InFlight, LoopSnapshot
 from dskd.engine.step_times import StepKind
+from dskd.monitor.states import NoiseMeasure
 from dskquant.modes import PrecisionMode
 from dskquant.scheme import LayerRule
 
@@ -43,6 +44,7 @@ class ModeProof:
     kl_before: float | None  # of the generation that served before; None: not measured
     kl_after: float
     agreement: float  # share of positions with the reference's most probable token
+    measure: NoiseMeasure = NoiseMeasure.KL
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ class ManagerSnapshot:
     kv_cache_bytes: int
     change_in_progress: str
     second: SecondEngineState | None = None  # None: none is wanted
+    measure: NoiseMeasure = NoiseMeasure.KL
 
 
 @dataclass(frozen=True, slots=True)

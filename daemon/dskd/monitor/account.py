@@ -7,7 +7,7 @@ import math
 from dskd.manager.types import HistoryEntry
 from dskd.monitor.config import MonitorConfig
 from dskd.monitor.policy import Signals, Transition, evidence_needed
-from dskd.monitor.states import FallbackState
+from dskd.monitor.states import FallbackState, NoiseMeasure
 from dskd.monitor.window import NoiseStatistics
 from dskquant.modes import PrecisionMode
 
@@ -29,22 +29,30 @@ def entry_of(
     return HistoryEntry(model, kind, ACTOR, outcome, reason, before, after, generation, from_generation=generation)
 
 
+MEASURES = {NoiseMeasure.KL: "KL", NoiseMeasure.NOISE_TO_SIGNAL: "noise-to-signal ratio"}
+
+
 def reason_of(
-    mode: PrecisionMode, transition: Transition, statistics: NoiseStatistics, threshold: float | None, evidence: str
+    mode: PrecisionMode,
+    transition: Transition,
+    statistics: NoiseStatistics,
+    threshold: float | None,
+    evidence: str,
+    measure: NoiseMeasure = NoiseMeasure.KL,
 ) -> str:
     """Which mode, what became of it, why, and the numbers; KL in nats per token."""
     limit = "no threshold" if threshold is None else f"threshold {threshold:.4g}"
     return (
         f"{mode.value} {transition.before.value} -> {transition.after.value}: {transition.reason}; "
-        f"{describe(statistics)}, {limit}, {evidence}"
+        f"{describe(statistics, measure)}, {limit}, {evidence}"
     )
 
 
-def describe(statistics: NoiseStatistics) -> str:
-    """The window in words: mean KL with its 95 % interval."""
+def describe(statistics: NoiseStatistics, measure: NoiseMeasure = NoiseMeasure.KL) -> str:
+    """The window in words: the mean with its 95 % interval."""
     if not statistics.samples:
         return "no samples"
-    text = f"mean KL {statistics.mean:.4g}"
+    text = f"mean {MEASURES[measure]} {statistics.mean:.4g}"
     if math.isfinite(statistics.low):
         text += f" ({statistics.low:.4g} to {statistics.high:.4g})"
     text += f" over {statistics.samples} samples, agreement {statistics.agreement:.3f}"

@@ -15,7 +15,7 @@ from dskd.monitor.noise import NoiseWatch
 from dskd.monitor.policy import Transition, evidence_needed, threshold_of
 from dskd.monitor.readings import HealthMeans, ModeReadings
 from dskd.monitor.request_book import RequestBook, RequestRecord
-from dskd.monitor.states import FallbackState, Scope
+from dskd.monitor.states import FallbackState, NoiseMeasure, Scope
 from dskd.monitor.types import ModeNoise, NoisePoint, Served
 from dskd.monitor.window import NoiseSample
 from dskquant.modes import LADDER, REFERENCE, PrecisionMode
@@ -36,8 +36,9 @@ class Decision:
 class ModeBoard:
     """The watches of all modes, and with `scope = "request"` those of the open requests."""
 
-    def __init__(self, config: MonitorConfig) -> None:
+    def __init__(self, config: MonitorConfig, measure: NoiseMeasure = NoiseMeasure.KL) -> None:
         self.config = config
+        self.measure = measure
         self.watches: dict[PrecisionMode, NoiseWatch] = {}
         self.requests = RequestBook()
         self._readings = {mode: ModeReadings() for mode in WATCHED}
@@ -75,7 +76,7 @@ class ModeBoard:
             transition = watch.renew(now, threshold_of(mode, self.config, served.expected_kl), pinned=served.pinned)
             if transition is not None:
                 generation = f"generation {served.generation}"
-                reason = account.reason_of(mode, transition, statistics, watch.threshold, generation)
+                reason = account.reason_of(mode, transition, statistics, watch.threshold, generation, self.measure)
                 yield self._decision(mode, transition, reason, before, self.watches, served)
 
     def take(self, observations: Iterable[Observation], now: float) -> None:
@@ -150,7 +151,8 @@ class ModeBoard:
             self._readings[mode].trips += 1
             self._readings[mode].cause = watch.fallback.cause
         evidence = account.evidence_in_words(signals, state, self.config)
-        reason = account.reason_of(mode, transition, watch.statistics(now), watch.threshold, evidence)
+        statistics = watch.statistics(now)
+        reason = account.reason_of(mode, transition, statistics, watch.threshold, evidence, self.measure)
         yield self._decision(mode, transition, reason, before, watches, served)
 
     def _decision(

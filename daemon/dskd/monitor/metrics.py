@@ -13,12 +13,15 @@ from prometheus_client.registry import Collector
 from dskd.engine.request import BlockScore, NonFinite
 from dskd.manager.events import Event
 from dskd.manager.types import ManagerSnapshot
-from dskd.monitor.states import FallbackState
+from dskd.monitor.states import FallbackState, NoiseMeasure
 from dskd.monitor.types import ModeNoise, NoiseSnapshot
 from dskquant.version import VERSION
 
 KL_BUCKETS = tuple(float(f"{10 ** (step / 4):.3g}") for step in range(-16, 5))
 """1e-4 to 10 nats, four to a decade."""
+
+RATIO_BUCKETS = tuple(float(f"{10 ** (step / 2):.3g}") for step in range(-16, 3))
+"""1e-8 to 10, that is 80 to -10 dB, two to a decade."""
 
 SCRAPE_TIMEOUT_S = 10.0
 """Longest wait for the thread that owns the models."""
@@ -36,7 +39,16 @@ class EventMetrics:
         self._kl = Histogram(
             "dskd_kl_nats", "KL(reference || mode) of scored tokens.", PER_MODE, registry=registry, buckets=KL_BUCKETS
         )
-        self._scored = _counter(registry, "dskd_scored_tokens", "Tokens that the reference scored too.")
+        self._ratio = Histogram(
+            "dskd_noise_to_signal",
+            "Noise power over signal power of scored answers of plain graphs.",
+            PER_MODE,
+            registry=registry,
+            buckets=RATIO_BUCKETS,
+        )
+        self._scored = _counter(
+            registry, "dskd_scored_tokens", "Tokens that the reference scored too; answers, of plain graphs."
+        )
         self._agreeing = _counter(
             registry, "dskd_agreeing_tokens", "Scored tokens where the reference has the same most probable one."
         )
@@ -48,7 +60,7 @@ class EventMetrics:
     def count_score(self, model: str, score: BlockScore) -> None:
         """Counts a scored block. Infinite KL stays out of the histogram: its sum would be lost."""
         labels = (model, score.mode.value)
-        kl = self._kl.labels(*labels)
+        kl = (self._kl if score.measure is NoiseMeasure.KL else self._ratio).labels(*labels)
         for value in score.kl[score.kl < float("inf")].tolist():
             kl.observe(value)
         self._scored.labels(*labels).inc(len(score.kl))

@@ -25,7 +25,7 @@ from dskd.monitor.metrics import EventMetrics
 from dskd.monitor.ready_modes import ReadyModes
 from dskd.monitor.request_book import RequestRecord
 from dskd.monitor.rules import is_above
-from dskd.monitor.states import Repair, Scope
+from dskd.monitor.states import NoiseMeasure, Repair, Scope
 from dskd.monitor.types import MonitoredModel, NoiseSnapshot, Served
 from dskquant.modes import PrecisionMode
 
@@ -43,13 +43,14 @@ class NoiseMonitor:
         target: MonitoredModel,
         clock: Callable[[], float] = time.monotonic,
         metrics: EventMetrics | None = None,
+        measure: NoiseMeasure = NoiseMeasure.KL,
     ) -> None:
         """`clock` is the one that the step loop dates tokens by."""
         self._model = model
         self._target = target
         self._clock = clock
         self._metrics = metrics
-        self._board = ModeBoard(config)
+        self._board = ModeBoard(config, measure)
         self._load = LoadKeeper()
         self._inbox: list[Observation] = []
         self._untold: list[HistoryEntry] = []
@@ -122,6 +123,7 @@ class NoiseMonitor:
             lowered=self._load.state.lowered,
             pin=served.mode if served.pinned else None,
             escalated_requests=sum(record.escalated is not None for record in self._board.requests.tripped()),
+            measure=self._board.measure,
         )
 
     @property

@@ -35,6 +35,13 @@ class Repair(enum.Enum):
     REPREFILL = "reprefill"  # computed again by the fallback before the next token
 
 
+class NoiseMeasure(enum.Enum):
+    """What figures of noise are. Where the code says KL it means this one, whichever the model has."""
+
+    KL = "kl"  # KL(reference || mode), nats per token: of language models
+    NOISE_TO_SIGNAL = "noise_to_signal"  # power of the error over power of the answer, 10^(-SQNR / 10): of plain graphs
+
+
 class Phase(enum.Enum):
     """What a sequence does in a step."""
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dskd.engine.request import LoopSnapshot, ModeRules, ScoringPlan
 from dskd.manager.types import HistoryEntry
-from dskd.monitor.states import FallbackState
+from dskd.monitor.states import FallbackState, NoiseMeasure
 from dskd.monitor.window import NoiseStatistics
 from dskquant.modes import PrecisionMode
 
@@ -54,6 +54,7 @@ class NoiseSnapshot:
     lowered: bool  # by the load rule
     pin: PrecisionMode | None
     escalated_requests: int
+    measure: NoiseMeasure = NoiseMeasure.KL
 
 
 @dataclass(frozen=True, slots=True)

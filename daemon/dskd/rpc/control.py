@@ -82,7 +82,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         config = await self._reading.run(partial(self._quant_requests.read, request, context.peer()))
         model = self._registry.get(config.model)
         structlog.contextvars.bind_contextvars(model=model.name)
-        change = difference(None, config, model.config.default_mode)
+        change = difference(None, config, model.default_mode)
         report = await model.serving_host.apply(change, actor(context), dry_run=request.dry_run, wait=request.wait)
         return change_response(model.name, report)
 

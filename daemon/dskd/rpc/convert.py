@@ -9,7 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from dskapi.v1 import common_pb2, control_pb2, inference_pb2
 from dskd.engine.request import FinishReason, InFlight
 from dskd.errors import InvalidArgumentError
-from dskd.monitor.states import FallbackState
+from dskd.monitor.states import FallbackState, NoiseMeasure
 from dskd.states import ModelState
 from dskquant.modes import PrecisionMode
 
@@ -40,6 +40,9 @@ FALLBACK_STATES = {
     FallbackState.TRIPPED: control_pb2.FALLBACK_STATE_TRIPPED,
     FallbackState.COOLING: control_pb2.FALLBACK_STATE_COOLING,
 }
+MEASURES = {NoiseMeasure.NOISE_TO_SIGNAL: control_pb2.NOISE_MEASURE_NOISE_TO_SIGNAL}
+"""KL is told by telling none."""
+
 _MODE_OF: dict[int, PrecisionMode] = {number: mode for mode, number in MODES.items()}
 _IN_FLIGHT_OF: dict[int, InFlight] = {number: word for word, number in IN_FLIGHT.items()}
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dskapi.open_inference import model_config_pb2, repository_pb2, service_pb2, statistics_pb2
-from dskd.host import ModelHost
+from dskd.host import ModelHost, PlainHost, ServedModel, is_language, is_plain
 from dskd.registry import ModelEntry
 from dskd.rpc.infer_request import VERSION
 from dskd.rpc.tally import Tally, Total
+from dskd.rpc.tensors import datatype_of
 from dskd.rpc.text_tensors import DATATYPE, SHAPE, TEXT_INPUT, TEXT_OUTPUT
 from dskd.states import ModelState
+from dskquant.modes import LADDER
+from dskquant.plain.protocol import TensorSpec
 
 PLATFORM = "dskd_text_generation"
+GRAPH_PLATFORM = "dskd_plain_graph"
 BACKEND = "dskd"
+ANY_SIZE = -1
 
 INDEX_STATES = {
     ModelState.UNLOADED: "UNAVAILABLE",
@@ -24,8 +31,39 @@ INDEX_STATES = {
 TensorMetadata = service_pb2.ModelMetadataResponse.TensorMetadata
 
 
-def model_metadata(name: str, host: ModelHost) -> service_pb2.ModelMetadataResponse:
+def model_metadata(name: str, host: ServedModel) -> service_pb2.ModelMetadataResponse:
     """The tensors of a model, and as properties what serves at the moment."""
+    if is_plain(host):
+        return _graph_metadata(name, host)
+    return _text_metadata(name, host) if is_language(host) else service_pb2.ModelMetadataResponse(name=name)
+
+
+def _graph_metadata(name: str, host: PlainHost) -> service_pb2.ModelMetadataResponse:
+    now = host.snapshot()
+    return service_pb2.ModelMetadataResponse(
+        name=name,
+        versions=[VERSION],
+        platform=GRAPH_PLATFORM,
+        inputs=map(_tensor_metadata, host.manifest.inputs),
+        outputs=map(_tensor_metadata, host.manifest.outputs),
+        properties={
+            "modes": ",".join(mode.value for mode in LADDER if mode in host.manifest.graphs),
+            "engine": now.engine,
+            "mode": now.mode.value,
+            "generation": str(now.generation),
+        },
+    )
+
+
+def _tensor_metadata(spec: TensorSpec) -> TensorMetadata:
+    return TensorMetadata(name=spec.name, datatype=datatype_of(spec).name, shape=_sizes(spec.shape))
+
+
+def _sizes(shape: Sequence[int | None]) -> list[int]:
+    return [ANY_SIZE if size is None else size for size in shape]
+
+
+def _text_metadata(name: str, host: ModelHost) -> service_pb2.ModelMetadataResponse:
     now = host.snapshot()
     return service_pb2.ModelMetadataResponse(
         name=name,
@@ -43,7 +81,10 @@ def model_metadata(name: str, host: ModelHost) -> service_pb2.ModelMetadataRespo
     )
 
 
-def model_config(name: str) -> model_config_pb2.ModelConfigResponse:
+def model_config(name: str, host: ServedModel | None) -> model_config_pb2.ModelConfigResponse:
+    """As Triton's clients know it. With batching, sizes of tensors are without the first one, the rows."""
+    if host is not None and is_plain(host):
+        return model_config_pb2.ModelConfigResponse(config=_graph_config(name, host))
     string = model_config_pb2.TYPE_STRING
     config = model_config_pb2.ModelConfig(
         name=name,
@@ -55,6 +96,30 @@ def model_config(name: str) -> model_config_pb2.ModelConfigResponse:
         model_transaction_policy=model_config_pb2.ModelTransactionPolicy(decoupled=True),
     )
     return model_config_pb2.ModelConfigResponse(config=config)
+
+
+def _graph_config(name: str, host: PlainHost) -> model_config_pb2.ModelConfig:
+    batching, manifest = host.config.batching, host.manifest
+    has_batches = batching is not None and manifest.batch_axis == 0
+    skipped = 1 if has_batches else 0
+    return model_config_pb2.ModelConfig(
+        name=name,
+        platform=GRAPH_PLATFORM,
+        backend=BACKEND,
+        max_batch_size=batching.max_size if batching is not None and has_batches else 0,
+        input=[
+            model_config_pb2.ModelInput(
+                name=spec.name, data_type=datatype_of(spec).config, dims=_sizes(spec.shape[skipped:])
+            )
+            for spec in manifest.inputs
+        ],
+        output=[
+            model_config_pb2.ModelOutput(
+                name=spec.name, data_type=datatype_of(spec).config, dims=_sizes(spec.shape[skipped:])
+            )
+            for spec in manifest.outputs
+        ],
+    )
 
 
 def model_index(model: ModelEntry) -> repository_pb2.RepositoryIndexResponse.ModelIndex:

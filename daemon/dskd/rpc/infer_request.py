@@ -18,6 +18,9 @@ from dskquant.modes import PrecisionMode
 VERSION = "1"
 """Of every model: one version serves at a time, and its generation is told by the answers."""
 
+EMPTY_FINAL = "triton_enable_empty_final_response"
+"""Parameter: the last response to a request of a stream is sent in any case, with or without text."""
+
 INT32, UINT64 = Range(-(2**31), 2**31 - 1), Range(0, 2**64 - 1)
 
 Parameters = Mapping[str, infer_pb2.InferParameter]
@@ -33,8 +36,7 @@ PARAMETER_KINDS: dict[str, tuple[type, ...]] = {
     "stop": (str,),
     "ignore_eos": (bool,),
     "precision": (str,),
-    # The last response to a request of a stream is sent in any case, with or without text.
-    "triton_enable_empty_final_response": (bool,),
+    EMPTY_FINAL: (bool,),
 }
 """The parameters of a request, named as Triton's backend for vLLM does, and what their values may be."""
 
@@ -61,7 +63,7 @@ def generate_request(request: infer_pb2.ModelInferRequest) -> inference_pb2.Gene
     """What `request` asks for. Raises InvalidArgumentError for the first field that is wrong."""
     check_version("model_version", request.model_version)
     prompt = read_text(request)
-    given = _values(request.parameters)
+    given = parameter_values(request.parameters, PARAMETER_KINDS)
     _check_size(given, "max_tokens", INT32)
     _check_size(given, "top_k", INT32)
     _check_size(given, "seed", UINT64)
@@ -73,7 +75,7 @@ def generate_request(request: infer_pb2.ModelInferRequest) -> inference_pb2.Gene
         sampling=inference_pb2.Sampling(**sampling),
         stop=[given["stop"]] if "stop" in given else [],
         ignore_eos=given.get("ignore_eos", False),
-        precision=_precision(given),
+        precision=_wire_precision(given),
     )
 
 
@@ -83,17 +85,17 @@ def check_version(field: str, version: str) -> None:
         raise InvalidArgumentError(field, f"no version {version!r}; the only one: {VERSION}")
 
 
-def _values(parameters: Parameters) -> dict[str, Any]:
+def parameter_values(parameters: Parameters, kinds_by_name: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
     """The values by name. Raises InvalidArgumentError for unknown names and wrong kinds."""
     values = {}
     for name, parameter in parameters.items():
-        if name not in PARAMETER_KINDS:
-            known = ", ".join(PARAMETER_KINDS)
+        if name not in kinds_by_name:
+            known = ", ".join(kinds_by_name)
             raise InvalidArgumentError(f"parameters.{name}", f"is not known; known: {known}")
         choice = parameter.WhichOneof("parameter_choice")
         values[name] = getattr(parameter, choice) if choice else None
-        if type(values[name]) not in PARAMETER_KINDS[name]:
-            kinds = " or ".join(kind.__name__ for kind in PARAMETER_KINDS[name])
+        if type(values[name]) not in kinds_by_name[name]:
+            kinds = " or ".join(kind.__name__ for kind in kinds_by_name[name])
             given = type(values[name]).__name__ if choice else "nothing"
             raise InvalidArgumentError(f"parameters.{name}", f"{given} is not allowed; allowed: {kinds}")
     return values
@@ -104,11 +106,17 @@ def _check_size(given: Mapping[str, Any], name: str, allowed: Range) -> None:
         allowed.check(f"parameters.{name}", given[name])
 
 
-def _precision(given: Mapping[str, Any]) -> WireMode | None:
+def _wire_precision(given: Mapping[str, Any]) -> WireMode | None:
+    mode = chosen_precision(given)
+    return MODES[mode] if mode else None
+
+
+def chosen_precision(given: Mapping[str, Any]) -> PrecisionMode | None:
+    """The mode that the parameters ask for. Raises InvalidArgumentError for one that is none."""
     if "precision" not in given:
         return None
     try:
-        return MODES[PrecisionMode(given["precision"])]
+        return PrecisionMode(given["precision"])
     except ValueError:
         known = ", ".join(mode.value for mode in MODES)
         problem = f"{given['precision']!r} is no precision mode; known: {known}"

@@ -54,14 +54,19 @@ def _served(tokens: Sequence[inference_pb2.GeneratedToken]) -> Parameters:
     if not made:
         return {}
     ((mode, generation, engine), _) = made.most_common(1)[0]
-    parameters = {
+    parameters = made_by(mode, generation, engine)
+    if len(made) > 1:
+        parameters["shares"] = infer_pb2.InferParameter(string_param=json.dumps(list(_shares(made))))
+    return parameters
+
+
+def made_by(mode: str, generation: int, engine: str) -> Parameters:
+    """What made an answer, as parameters of the response."""
+    return {
         "mode": infer_pb2.InferParameter(string_param=mode),
         "generation": infer_pb2.InferParameter(int64_param=generation),
         "engine": infer_pb2.InferParameter(string_param=engine),
     }
-    if len(made) > 1:
-        parameters["shares"] = infer_pb2.InferParameter(string_param=json.dumps(list(_shares(made))))
-    return parameters
 
 
 def _shares(made: Counter[tuple[str, int, str]]) -> Iterator[dict[str, str | int | float]]:

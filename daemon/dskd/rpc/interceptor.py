@@ -90,12 +90,16 @@ def _answering(method: str, behaviour: Any, read: Callable[[Any], Any]) -> Any:
         started = time.monotonic()
         code = grpc.StatusCode.CANCELLED
         try:
-            response = await behaviour(read(raw), context)
-            code = grpc.StatusCode.OK
-            return response
-        except Exception as error:
-            packed = rpc_status.to_status(failure(error, method))
-            code = packed.code
+            try:
+                response = await behaviour(read(raw), context)
+                code = grpc.StatusCode.OK
+                return response
+            except Exception as error:
+                packed = rpc_status.to_status(failure(error, method))
+                code = packed.code
+            # gRPC keeps the exception that `abort` raises in a cycle with its frames until the next collection of
+            # garbage: they must not hold the request, nor the error whose frames do.
+            raw = None
             await context.abort(packed.code, packed.details, packed.trailing_metadata)
         finally:
             log_call(method, code, started)

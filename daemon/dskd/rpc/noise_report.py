@@ -6,7 +6,7 @@ import math
 
 from dskapi.v1 import control_pb2
 from dskd.monitor.types import ModeNoise, NoisePoint, NoiseSnapshot
-from dskd.rpc.convert import FALLBACK_STATES, MODES, timestamp
+from dskd.rpc.convert import FALLBACK_STATES, MEASURES, MODES, timestamp
 
 
 def noise_response(model: str, noise: NoiseSnapshot) -> control_pb2.GetNoiseResponse:
@@ -19,6 +19,7 @@ def noise_response(model: str, noise: NoiseSnapshot) -> control_pb2.GetNoiseResp
         lowered=noise.lowered,
         pin=MODES[noise.pin] if noise.pin else None,
         escalated_requests=noise.escalated_requests,
+        measure=MEASURES.get(noise.measure),
     )
 
 

@@ -24,6 +24,7 @@ from dskd.rpc.infer_response import infer_response
 from dskd.rpc.infer_stream import InferStream
 from dskd.rpc.interceptor import Context, actor
 from dskd.rpc.responder import Responder
+from dskd.rpc.tensor_responder import TensorResponder
 from dskd.states import ModelState
 from dskquant.version import VERSION as DAEMON_VERSION
 
@@ -37,11 +38,15 @@ NamedModel: TypeAlias = (
 
 
 class OpenInferenceService(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Shows, loads and unloads the models of a registry, and answers with a responder."""
+    """Shows, loads and unloads the models of a registry, and answers with responders."""
 
-    def __init__(self, registry: ModelRegistry, responder: Responder, unload_grace_s: float) -> None:
+    def __init__(
+        self, registry: ModelRegistry, responder: Responder, tensors: TensorResponder, unload_grace_s: float
+    ) -> None:
+        """`responder` is for language models, `tensors` for plain graphs."""
         self._registry = registry
         self._responder = responder
+        self._tensors = tensors
         self._unload_grace_s = unload_grace_s
 
     async def ServerLive(
@@ -74,7 +79,8 @@ class OpenInferenceService(service_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelConfig(
         self, request: model_config_pb2.ModelConfigRequest, context: Context
     ) -> model_config_pb2.ModelConfigResponse:
-        return model_config(self._model(request).name)
+        model = self._model(request)
+        return model_config(model.name, model.host)
 
     async def ModelStatistics(
         self, request: statistics_pb2.ModelStatisticsRequest, context: Context
@@ -113,11 +119,14 @@ class OpenInferenceService(service_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelInfer(self, request: infer_pb2.ModelInferRequest, context: Context) -> infer_pb2.ModelInferResponse:
         """A client that goes away, or whose deadline passes, cancels this coroutine and with it the request."""
         with fields_of_infer_request():
+            model = self._tensors.model_of(request)
+            if model is not None:
+                return await self._tensors.respond(model, request)
             async with aclosing(self._responder.respond(generate_request(request))) as responses:
                 return infer_response(request, [response async for response in responses])
 
     async def ModelStreamInfer(self, requests: AsyncIterator[infer_pb2.ModelInferRequest], context: Context) -> None:
-        await InferStream(self._responder, context).run(requests)
+        await InferStream(self._responder, self._tensors, context).run(requests)
 
     def _model(self, request: NamedModel) -> ModelEntry:
         check_version("version", request.version)

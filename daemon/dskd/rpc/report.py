@@ -9,6 +9,7 @@ import structlog
 from dskapi.v1 import control_pb2
 from dskd.engine.request import LoopSnapshot
 from dskd.engine.step_times import StepKind
+from dskd.host import ServedModel, is_language
 from dskd.manager.events import Event
 from dskd.manager.types import (
     ChangeReport,
@@ -20,10 +21,14 @@ from dskd.manager.types import (
     SwitchReport,
 )
 from dskd.registry import ModelEntry
-from dskd.rpc.convert import IN_FLIGHT, MODES, STATES, sendable, timestamp
+from dskd.rpc.convert import IN_FLIGHT, MEASURES, MODES, STATES, sendable, timestamp
 from dskquant.errors import StoreError
 from dskquant.modes import LADDER
+from dskquant.plain.store import is_plain_store
 from dskquant.store import StoreManifest
+
+PLAIN_GRAPH = "plain graph"
+"""In place of the architecture; it has no context, and nobody has counted its parameters."""
 
 FRAME_BYTES = 8
 """At most, in front of an entry of a list: its tag and its length."""
@@ -41,8 +46,7 @@ def model_status(entry: ModelEntry) -> control_pb2.ModelStatus:
         path=sendable(str(entry.config.path)),
     )
     if entry.host:
-        status.architecture = entry.host.manifest.architecture
-        status.context_length = entry.host.manifest.context_length
+        status.architecture, status.context_length, _ = _shape(entry.host)
         _add_snapshot(status, entry.host.snapshot())
     return status
 
@@ -60,6 +64,8 @@ def _add_snapshot(status: control_pb2.ModelStatus, now: ManagerSnapshot) -> None
     status.kv_blocks_free = now.loop.blocks_free
     status.kv_cache_bytes = now.kv_cache_bytes
     status.change_in_progress = now.change_in_progress
+    if now.measure in MEASURES:
+        status.measure = MEASURES[now.measure]
     if now.second:
         status.second_engine.CopyFrom(_second_engine(now.second, now.loop))
     for state in now.modes:
@@ -115,17 +121,25 @@ def model_summary(entry: ModelEntry) -> control_pb2.ModelSummary:
         now = entry.host.snapshot()
         summary.mode = MODES[now.mode]
         summary.resident.extend(MODES[state.mode] for state in now.modes if state.resident)
-    manifest = entry.host.manifest if entry.host else _stored_manifest(entry)
-    if manifest:
-        summary.architecture = manifest.architecture
-        summary.parameters = manifest.parameters
-        summary.context_length = manifest.context_length
+    shape = _shape(entry.host) if entry.host else _stored_shape(entry)
+    if shape:
+        summary.architecture, summary.context_length, summary.parameters = shape
     return summary
 
 
-def _stored_manifest(entry: ModelEntry) -> StoreManifest | None:
+def _shape(host: ServedModel) -> tuple[str, int, int]:
+    """Architecture, context length and number of parameters."""
+    if is_language(host):
+        return host.manifest.architecture, host.manifest.context_length, host.manifest.parameters
+    return PLAIN_GRAPH, 0, 0
+
+
+def _stored_shape(entry: ModelEntry) -> tuple[str, int, int] | None:
+    if is_plain_store(entry.config.path):
+        return PLAIN_GRAPH, 0, 0
     try:
-        return StoreManifest.read(entry.config.path)
+        manifest = StoreManifest.read(entry.config.path)
+        return manifest.architecture, manifest.context_length, manifest.parameters
     except StoreError as error:
         log.warning("store cannot be read", model=entry.name, reason=str(error))
         return None
@@ -170,6 +184,7 @@ def _mode_proofs(proofs: Iterable[ModeProof]) -> Iterator[control_pb2.ModeProof]
             kl_before=proof.kl_before,
             kl_after=proof.kl_after,
             agreement=proof.agreement,
+            measure=MEASURES.get(proof.measure),
         )
 
 

@@ -12,7 +12,9 @@ from contextlib import aclosing
 import structlog
 
 from dskapi.v1 import inference_pb2
-from dskd.registry import ModelRegistry
+from dskd.errors import FailedPreconditionError
+from dskd.host import ModelHost, is_language
+from dskd.registry import ModelEntry, ModelRegistry
 from dskd.rpc.answer import Answer
 from dskd.rpc.gate import Gate
 from dskd.rpc.interceptor import REQUEST_ID
@@ -21,6 +23,17 @@ from dskd.rpc.tally import Tally
 
 PARSING_THREADS = 2
 """Their own: long prompts and endless chat templates hold up other prompts, but no unload and no state file."""
+
+
+def language_host(model: ModelEntry) -> ModelHost:
+    """The host of a language model that serves. Raises FailedPreconditionError for a plain graph."""
+    host = model.serving_host
+    if is_language(host):
+        return host
+    raise FailedPreconditionError(
+        f"models/{model.name}",
+        f"model {model.name!r} is a plain graph: it takes tensors (ModelInfer), and makes no text",
+    )
 
 
 class Responder:
@@ -47,7 +60,7 @@ class Responder:
         with self._gate.enter():
             model = self._registry.resolve(request.model)
             structlog.contextvars.bind_contextvars(model=model.name)
-            host = model.serving_host
+            host = language_host(model)
             with self.tallies[model.name].failures(arrived):
                 parsed = await asyncio.get_running_loop().run_in_executor(
                     self._parsing, parse_request, request, REQUEST_ID.get(), host.codec, host.manifest

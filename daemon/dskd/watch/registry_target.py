@@ -20,7 +20,7 @@ class RegistryTarget:
         return [entry.name for entry in self._registry.entries()]
 
     def default_mode(self, model: str) -> PrecisionMode:
-        return self._registry.get(model).config.default_mode
+        return self._registry.get(model).default_mode
 
     def is_serving(self, model: str) -> bool:
         return self._registry.get(model).state is ModelState.SERVING

@@ -12,6 +12,11 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class NoiseMeasure(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NOISE_MEASURE_UNSPECIFIED: _ClassVar[NoiseMeasure]
+    NOISE_MEASURE_NOISE_TO_SIGNAL: _ClassVar[NoiseMeasure]
+
 class ModelState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     MODEL_STATE_UNSPECIFIED: _ClassVar[ModelState]
@@ -27,6 +32,8 @@ class FallbackState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FALLBACK_STATE_HEALTHY: _ClassVar[FallbackState]
     FALLBACK_STATE_TRIPPED: _ClassVar[FallbackState]
     FALLBACK_STATE_COOLING: _ClassVar[FallbackState]
+NOISE_MEASURE_UNSPECIFIED: NoiseMeasure
+NOISE_MEASURE_NOISE_TO_SIGNAL: NoiseMeasure
 MODEL_STATE_UNSPECIFIED: ModelState
 MODEL_STATE_UNLOADED: ModelState
 MODEL_STATE_LOADING: ModelState
@@ -136,16 +143,18 @@ class ChangeResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., from_generation: _Optional[int] = ..., to_generation: _Optional[int] = ..., from_mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., to_mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., hash: _Optional[str] = ..., parameter_set: _Optional[str] = ..., changed: _Optional[bool] = ..., done: _Optional[bool] = ..., proofs: _Optional[_Iterable[_Union[ModeProof, _Mapping]]] = ..., phases_ms: _Optional[_Mapping[str, float]] = ..., flip_us: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
 
 class ModeProof(_message.Message):
-    __slots__ = ("mode", "kl_before", "kl_after", "agreement")
+    __slots__ = ("mode", "kl_before", "kl_after", "agreement", "measure")
     MODE_FIELD_NUMBER: _ClassVar[int]
     KL_BEFORE_FIELD_NUMBER: _ClassVar[int]
     KL_AFTER_FIELD_NUMBER: _ClassVar[int]
     AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    MEASURE_FIELD_NUMBER: _ClassVar[int]
     mode: _common_pb2.PrecisionMode
     kl_before: float
     kl_after: float
     agreement: float
-    def __init__(self, mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., kl_before: _Optional[float] = ..., kl_after: _Optional[float] = ..., agreement: _Optional[float] = ...) -> None: ...
+    measure: NoiseMeasure
+    def __init__(self, mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., kl_before: _Optional[float] = ..., kl_after: _Optional[float] = ..., agreement: _Optional[float] = ..., measure: _Optional[_Union[NoiseMeasure, str]] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ("model",)
@@ -170,7 +179,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., started: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rss_bytes: _Optional[int] = ..., available_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("name", "state", "reason", "engine", "mode", "generation", "hash", "modes", "running_requests", "waiting_requests", "kv_blocks_total", "kv_blocks_free", "context_length", "architecture", "path", "change_in_progress", "kv_cache_bytes", "parameter_set", "generations", "second_engine")
+    __slots__ = ("name", "state", "reason", "engine", "mode", "generation", "hash", "modes", "running_requests", "waiting_requests", "kv_blocks_total", "kv_blocks_free", "context_length", "architecture", "path", "change_in_progress", "kv_cache_bytes", "parameter_set", "generations", "second_engine", "measure")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +200,7 @@ class ModelStatus(_message.Message):
     PARAMETER_SET_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     SECOND_ENGINE_FIELD_NUMBER: _ClassVar[int]
+    MEASURE_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: ModelState
     reason: str
@@ -211,7 +221,8 @@ class ModelStatus(_message.Message):
     parameter_set: str
     generations: _containers.RepeatedCompositeFieldContainer[GenerationStatus]
     second_engine: SecondEngineStatus
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., reason: _Optional[str] = ..., engine: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., generation: _Optional[int] = ..., hash: _Optional[str] = ..., modes: _Optional[_Iterable[_Union[ModeStatus, _Mapping]]] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., context_length: _Optional[int] = ..., architecture: _Optional[str] = ..., path: _Optional[str] = ..., change_in_progress: _Optional[str] = ..., kv_cache_bytes: _Optional[int] = ..., parameter_set: _Optional[str] = ..., generations: _Optional[_Iterable[_Union[GenerationStatus, _Mapping]]] = ..., second_engine: _Optional[_Union[SecondEngineStatus, _Mapping]] = ...) -> None: ...
+    measure: NoiseMeasure
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., reason: _Optional[str] = ..., engine: _Optional[str] = ..., mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., generation: _Optional[int] = ..., hash: _Optional[str] = ..., modes: _Optional[_Iterable[_Union[ModeStatus, _Mapping]]] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., context_length: _Optional[int] = ..., architecture: _Optional[str] = ..., path: _Optional[str] = ..., change_in_progress: _Optional[str] = ..., kv_cache_bytes: _Optional[int] = ..., parameter_set: _Optional[str] = ..., generations: _Optional[_Iterable[_Union[GenerationStatus, _Mapping]]] = ..., second_engine: _Optional[_Union[SecondEngineStatus, _Mapping]] = ..., measure: _Optional[_Union[NoiseMeasure, str]] = ...) -> None: ...
 
 class SecondEngineStatus(_message.Message):
     __slots__ = ("name", "use", "reason", "slots_total", "slots_used", "moves", "tokens", "graphs", "step_times")
@@ -374,7 +385,7 @@ class GetNoiseRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., samples: _Optional[int] = ...) -> None: ...
 
 class GetNoiseResponse(_message.Message):
-    __slots__ = ("model", "generation", "reference", "modes", "fallback", "lowered", "pin", "escalated_requests")
+    __slots__ = ("model", "generation", "reference", "modes", "fallback", "lowered", "pin", "escalated_requests", "measure")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
@@ -383,6 +394,7 @@ class GetNoiseResponse(_message.Message):
     LOWERED_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
     ESCALATED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MEASURE_FIELD_NUMBER: _ClassVar[int]
     model: str
     generation: int
     reference: _common_pb2.PrecisionMode
@@ -391,7 +403,8 @@ class GetNoiseResponse(_message.Message):
     lowered: bool
     pin: _common_pb2.PrecisionMode
     escalated_requests: int
-    def __init__(self, model: _Optional[str] = ..., generation: _Optional[int] = ..., reference: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., modes: _Optional[_Iterable[_Union[ModeNoise, _Mapping]]] = ..., fallback: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., lowered: _Optional[bool] = ..., pin: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., escalated_requests: _Optional[int] = ...) -> None: ...
+    measure: NoiseMeasure
+    def __init__(self, model: _Optional[str] = ..., generation: _Optional[int] = ..., reference: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., modes: _Optional[_Iterable[_Union[ModeNoise, _Mapping]]] = ..., fallback: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., lowered: _Optional[bool] = ..., pin: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., escalated_requests: _Optional[int] = ..., measure: _Optional[_Union[NoiseMeasure, str]] = ...) -> None: ...
 
 class ModeNoise(_message.Message):
     __slots__ = ("mode", "state", "cause", "trips", "threshold", "samples", "mean_kl", "low", "high", "p50", "p90", "p99", "agreement", "total_samples", "non_finite", "evidence", "evidence_needed", "entropy", "margin", "unique_ngrams", "latest")

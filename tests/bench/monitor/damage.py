@@ -30,7 +30,7 @@ from dskquant.modes import PrecisionMode
 INT4, INT8, FP32 = PrecisionMode.INT4, PrecisionMode.INT8, PrecisionMode.FP32
 LAYER, FACTOR = ".layers.5.", 1.5
 PROMPT, NEW = 64, 192
-REPEATS = 2
+REPEATS = 1
 HEALTHY_TOKENS, REPAIRED_TOKENS = 400, 800
 KEPT_LOGITS = 600
 BLOCK = 32
@@ -73,7 +73,7 @@ def measure(store: Path, good: Path) -> Section:
         "limits "
         "wide open; thresholds from the calibration of the good set, reference FP32. Prediction: `samples_to_trip` "
         "of the noise and threshold at hand, in blocks, which come as fast as the share of the blocks and the share of "
-        f"the time allow, and a block of each stream. Means of {REPEATS} damages. KL after the repair: of the logits "
+        f"the time allow, and a block of each stream; damages a row: {REPEATS}. KL after the repair: of the logits "
         "that were served, against FP32 over the same texts from an empty cache. Sampling: share of the blocks, and "
         f"of the time at most; the first is the default. A fallback lasts {DWELL_S:.0f} s here, for want of trials in "
         "between.",

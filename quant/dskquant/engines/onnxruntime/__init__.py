@@ -24,10 +24,11 @@ from dskquant.store import CONFIG, DEFAULT_PARAMETER_SET, StoreManifest
 WORKSPACE_BYTES = 256 << 20
 """Room for activations and for what packing the weights needs beside them."""
 
-FOUR_BIT_BYTES = 0.57
-EIGHT_BIT_BYTES = 1.07
+FOUR_BIT_BYTES = 0.57 + 0.5
+EIGHT_BIT_BYTES = 1.07 + 1
 FLOAT_BYTES = 8
-"""Bytes a weight at the peak: codes with float32 scales, of groups of 64; floats are copied once."""
+"""Bytes a weight at the peak: codes with float32 scales, of groups of 64, and codes of layers that are joined; floats
+are copied once."""
 
 
 class ONNXRuntimeEngine:

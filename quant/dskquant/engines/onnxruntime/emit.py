@@ -7,8 +7,8 @@ past and present are bound to one buffer. Its `query_seqlens` lets a slot of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,15 @@ LOGIT_ROWS = "logit_rows"  # [L, 2] int64
 LOGITS = "logits"
 
 
+class Linear(NamedTuple):
+    """A linear layer: a matrix [outputs, inputs], and a bias if it has one."""
+
+    module: str
+    outputs: int
+    inputs: int
+    bias: NDArray[np.float32] | None  # [outputs]
+
+
 class MatrixKernels(Protocol):
     """How the matrices of a decoder are multiplied with: from the source weights or from a parameter set."""
 
@@ -36,8 +45,8 @@ class MatrixKernels(Protocol):
         """The embeddings [B, S, hidden] of token ids [B, S]."""
         ...
 
-    def linear(self, tokens: str, module: str, outputs: int, inputs: int, bias: str) -> str:
-        """The product of tokens [B, S, inputs] with a linear layer, plus the constant `bias` if it is named."""
+    def linears(self, tokens: str, layers: Sequence[Linear]) -> Sequence[str]:
+        """The products of tokens [B, S, inputs] with linear layers, which all read these."""
         ...
 
     def logits(self, hidden: str) -> str:
@@ -127,16 +136,16 @@ class _Emitter:
     def _attention(self, normed: str, layer: int) -> str:
         config, prefix = self._config, f"{layer_prefix(layer)}.self_attn"
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        queries = self._linear(normed, f"{prefix}.q_proj", width, config.hidden_size, config.qkv_bias)
-        keys = self._linear(normed, f"{prefix}.k_proj", kv_width, config.hidden_size, config.qkv_bias)
-        values = self._linear(normed, f"{prefix}.v_proj", kv_width, config.hidden_size, config.qkv_bias)
+        widths = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
+        queries, keys, values = self._linears(normed, prefix, widths, config.hidden_size, config.qkv_bias)
         if config.qk_norm:
             queries = self._norm_heads(queries, config.num_heads, f"{prefix}.q_norm.weight")
             keys = self._norm_heads(keys, config.num_kv_heads, f"{prefix}.k_norm.weight")
         if not self._rotates_inside:
             queries, keys = self._rotate(queries, config.num_heads), self._rotate(keys, config.num_kv_heads)
         attended = self._attend(queries, keys, values, layer)
-        return self._linear(attended, f"{prefix}.o_proj", config.hidden_size, width, config.output_bias)
+        (output,) = self._linears(attended, prefix, {"o_proj": config.hidden_size}, width, config.output_bias)
+        return output
 
     def _attend(self, queries: str, keys: str, values: str, layer: int) -> str:
         config, writer = self._config, self._writer
@@ -182,15 +191,23 @@ class _Emitter:
     def _mlp(self, normed: str, prefix: str) -> str:
         config, writer = self._config, self._writer
         hidden, inner = config.hidden_size, config.intermediate_size
-        gate = self._linear(normed, f"{prefix}.gate_proj", inner, hidden, config.mlp_bias)
-        up = self._linear(normed, f"{prefix}.up_proj", inner, hidden, config.mlp_bias)
+        widths = {"gate_proj": inner, "up_proj": inner}
+        gate, up = self._linears(normed, prefix, widths, hidden, config.mlp_bias)
         activated = writer.node("Mul", [gate, writer.node("Sigmoid", [gate])])
         product = writer.node("Mul", [activated, up])
-        return self._linear(product, f"{prefix}.down_proj", hidden, inner, config.mlp_bias)
+        (output,) = self._linears(product, prefix, {"down_proj": hidden}, inner, config.mlp_bias)
+        return output
 
-    def _linear(self, tokens: str, module: str, outputs: int, inputs: int, has_bias: bool) -> str:
-        bias = self._float(f"{module}.bias", outputs) if has_bias else ""
-        return self._kernels.linear(tokens, module, outputs, inputs, bias)
+    def _linears(
+        self, tokens: str, prefix: str, outputs: Mapping[str, int], inputs: int, has_bias: bool
+    ) -> Sequence[str]:
+        """`outputs`: of each layer, by its name in `prefix`."""
+        layers = []
+        for name, width in outputs.items():
+            module = f"{prefix}.{name}"
+            bias = self._weights.float32(f"{module}.bias", (width,)) if has_bias else None
+            layers.append(Linear(module, width, inputs, bias))
+        return self._kernels.linears(tokens, layers)
 
     def _float(self, name: str, size: int) -> str:
         return self._writer.constant(name, self._weights.float32(name, (size,)))

@@ -55,6 +55,11 @@ class GraphWriter:
         self._nodes.append(helper.make_node(operator, inputs, outputs, name, domain=domain, **attributes))
         return outputs
 
+    def split(self, value: str, sizes: Sequence[int]) -> Sequence[str]:
+        """Pieces of these sizes along the last axis."""
+        outputs = [f"{value}.{index}" for index in range(len(sizes))]
+        return self.nodes("Split", [value, self.integers(*sizes)], outputs, axis=-1)
+
     def integers(self, *values: int) -> str:
         """A small constant [n] of int64, stored in the graph."""
         name = "i" + "_".join(map(str, values))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 from onnx import TensorProto
 
 from dskquant.architecture import DecoderConfig
 from dskquant.decoder import EMBEDDING, LM_HEAD
-from dskquant.engines.onnxruntime.emit import RESIDUAL_ROWS
+from dskquant.engines.onnxruntime.emit import RESIDUAL_ROWS, Linear
 from dskquant.engines.onnxruntime.graph_writer import CONTRIB, GraphWriter
-from dskquant.engines.onnxruntime.nbits import NBitsMatrix, repack
+from dskquant.engines.onnxruntime.nbits import NBitsMatrix, joined, repack
 from dskquant.engines.onnxruntime.stored_weights import StoredWeights
 from dskquant.errors import StoreError
 from dskquant.modes import PrecisionMode
@@ -31,9 +34,8 @@ class FloatKernels:
     def embed(self, ids: str) -> str:
         return self._writer.node("Gather", [self._matrix(EMBEDDING, *self._vocabulary), ids])
 
-    def linear(self, tokens: str, module: str, outputs: int, inputs: int, bias: str) -> str:
-        product = self._product(tokens, self._matrix(f"{module}.weight", outputs, inputs))
-        return self._writer.node("Add", [product, bias]) if bias else product
+    def linears(self, tokens: str, layers: Sequence[Linear]) -> Sequence[str]:
+        return [self._linear(tokens, layer) for layer in layers]
 
     def logits(self, hidden: str) -> str:
         return self._product(hidden, self._matrix(EMBEDDING if self._config.tied else LM_HEAD, *self._vocabulary))
@@ -41,6 +43,12 @@ class FloatKernels:
     @property
     def _vocabulary(self) -> tuple[int, int]:
         return self._config.vocab_size, self._config.hidden_size
+
+    def _linear(self, tokens: str, layer: Linear) -> str:
+        product = self._product(tokens, self._matrix(f"{layer.module}.weight", layer.outputs, layer.inputs))
+        if layer.bias is None:
+            return product
+        return self._writer.node("Add", [product, self._writer.constant(f"{layer.module}.bias", layer.bias)])
 
     def _product(self, tokens: str, matrix: str) -> str:
         return self._writer.node("FusedMatMul", [tokens, matrix], domain=CONTRIB, transB=1)
@@ -87,15 +95,23 @@ class PlaneKernels:
         )
         return writer.node("Mul", [writer.node("Sub", [codes, zero_points]), scales])
 
-    def linear(self, tokens: str, module: str, outputs: int, inputs: int, bias: str) -> str:
-        name, writer = f"{module}.weight", self._writer
-        scheme = self._scheme(name, outputs, inputs)
-        product = self._plane_product(tokens, name, self._plane, scheme, bias)
-        if self._plane != "base" or not (scheme.always_residual or self._rows):
+    def linears(self, tokens: str, layers: Sequence[Linear]) -> Sequence[str]:
+        """Layers that read the same tensor are one product, where they are cut alike: threads meet less often."""
+        schemes = [self._scheme(f"{layer.module}.weight", layer.outputs, layer.inputs) for layer in layers]
+        if len(layers) > 1 and all(scheme.has_groups_of(schemes[0]) for scheme in schemes):
+            product = self._linear(tokens, layers, schemes)
+            return self._writer.split(product, [layer.outputs for layer in layers])
+        return [self._linear(tokens, [layer], [scheme]) for layer, scheme in zip(layers, schemes, strict=True)]
+
+    def _linear(self, tokens: str, layers: Sequence[Linear], schemes: Sequence[TensorScheme]) -> str:
+        """One product, [B, S, outputs of all]."""
+        writer, always_residual = self._writer, schemes[0].always_residual
+        product = self._plane_product(tokens, layers, self._plane, schemes, _bias(writer, layers))
+        if self._plane != "base" or not (always_residual or self._rows):
             return product
-        if scheme.always_residual:
-            return writer.node("Add", [product, self._plane_product(tokens, name, "residual", scheme)])
-        correction = self._plane_product(self._select(tokens), name, "residual", scheme)
+        if always_residual:
+            return writer.node("Add", [product, self._plane_product(tokens, layers, "residual", schemes)])
+        correction = self._plane_product(self._select(tokens), layers, "residual", schemes)
         return writer.node("ScatterND", [product, self._rows, correction], reduction="add")
 
     def logits(self, hidden: str) -> str:
@@ -109,9 +125,16 @@ class PlaneKernels:
             self._selected[tokens] = self._writer.node("GatherND", [tokens, self._rows])
         return self._selected[tokens]
 
-    def _plane_product(self, tokens: str, name: str, plane: str, scheme: TensorScheme, bias: str = "") -> str:
-        matrix = repack(name, self._matrices.plane(name, plane, scheme), 8 if plane == "int8" else 4)
-        return self._multiply(tokens, f"{name}.{plane}", matrix, bias)
+    def _plane_product(
+        self, tokens: str, layers: Sequence[Linear], plane: str, schemes: Sequence[TensorScheme], bias: str = ""
+    ) -> str:
+        bits = 8 if plane == "int8" else 4
+        names = [f"{layer.module}.weight" for layer in layers]
+        matrices = [
+            repack(name, self._matrices.plane(name, plane, scheme), bits)
+            for name, scheme in zip(names, schemes, strict=True)
+        ]
+        return self._multiply(tokens, f"{'+'.join(names)}.{plane}", joined(matrices), bias)
 
     def _multiply(self, tokens: str, name: str, matrix: NBitsMatrix, bias: str = "") -> str:
         writer = self._writer
@@ -141,3 +164,9 @@ class PlaneKernels:
             found = "no such tensor" if scheme is None else f"shape {list(scheme.shape)}"
             raise StoreError(f"the parameter set does not fit {name} {[rows, columns]}: {found}")
         return scheme
+
+
+def _bias(writer: GraphWriter, layers: Sequence[Linear]) -> str:
+    """The biases of `layers` end to end; "" where they have none."""
+    biases = {f"{layer.module}.bias": layer.bias for layer in layers if layer.bias is not None}
+    return writer.constant("+".join(biases), np.concatenate(list(biases.values()))) if biases else ""

@@ -8,6 +8,7 @@ weights are the same to the last bit: a group that is longer than a block gives 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,28 @@ def repack(name: str, matrix: MappedMatrix, bits: int) -> NBitsMatrix:
         bits=bits,
         block_size=block_size,
     )
+
+
+def joined(matrices: Sequence[NBitsMatrix]) -> NBitsMatrix:
+    """The rows of all of `matrices`, which have the same bits and blocks."""
+    first, *others = matrices
+    if not others:
+        return first
+    are_centred = all(matrix.zero_points is None for matrix in matrices)
+    return NBitsMatrix(
+        codes=np.concatenate([matrix.codes for matrix in matrices]),
+        scales=np.concatenate([matrix.scales for matrix in matrices]),
+        zero_points=None if are_centred else np.concatenate([_zero_points(matrix) for matrix in matrices]),
+        bits=first.bits,
+        block_size=first.block_size,
+    )
+
+
+def _zero_points(matrix: NBitsMatrix) -> NDArray[np.uint8]:
+    if matrix.zero_points is not None:
+        return matrix.zero_points
+    rows, blocks = matrix.scales.shape
+    return _packed_rows(np.full((rows, blocks), 1 << (matrix.bits - 1), np.uint8), matrix.bits)
 
 
 def _block_size(name: str, columns: int, group: int) -> int:

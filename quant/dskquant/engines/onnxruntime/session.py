@@ -14,8 +14,13 @@ from dskquant.errors import EngineError
 
 PROVIDER = "CPUExecutionProvider"
 ERRORS_ONLY = 3
-SETTINGS = {"session.intra_op.allow_spinning": "0", "session.inter_op.allow_spinning": "0"}
-"""Threads that spin between runs would take the cores from the other engine."""
+SETTINGS = {
+    "session.intra_op.allow_spinning": "1",
+    "session.force_spinning_stop": "1",
+    "session.inter_op.allow_spinning": "0",
+}
+"""The threads of a run meet hundreds of times, and waking one takes long. Those that spin between runs would take the
+cores from the other engine."""
 
 
 class SessionMaker:

@@ -1,0 +1,104 @@
+"""One plain graph in memory: its store, and the manager that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from dskd.config import DEFAULT_MODE, DEFAULT_RESIDENT, Config, EngineUse, ModelConfig
+from dskd.engine.request import InFlight
+from dskd.errors import FailedPreconditionError
+from dskd.manager.events import EventBus
+from dskd.manager.history import History
+from dskd.manager.types import Change, ChangeReport, ManagerSnapshot, SwitchReport
+from dskd.monitor.metrics import EventMetrics
+from dskd.monitor.types import NoiseSnapshot
+from dskd.plain.generation import modes_of
+from dskd.plain.manager import PlainManager
+from dskd.plain.request import TensorAnswer, TensorRequest
+from dskquant.modes import REFERENCE, PrecisionMode
+from dskquant.plain.store import PlainManifest
+
+
+class PlainModelHost:
+    """Implements `dskd.host.PlainHost`."""
+
+    def __init__(
+        self,
+        name: str,
+        model: ModelConfig,
+        config: Config,
+        events: EventBus,
+        history: History,
+        metrics: EventMetrics | None,
+        require_state_dir: Callable[[], None],
+    ) -> None:
+        self._name = name
+        self._model = model
+        self._config = config
+        self._events = events
+        self._history = history
+        self._metrics = metrics
+        self._require_state_dir = require_state_dir
+
+    async def load(self) -> None:
+        self.manifest = await asyncio.to_thread(PlainManifest.read, self._model.path)
+        self.config = effective_config(self._model, self.manifest)
+        self._manager = PlainManager(
+            self._name,
+            self.config,
+            self._config.scheduler,
+            self.config.engine.value,
+            self._config.server.model_state(self._name),
+            self._events,
+            self._history,
+            self._config.monitor,
+            self._metrics,
+            self._require_state_dir,
+        )
+        await self._manager.start()
+
+    async def close(self, grace_s: float) -> int:
+        return await self._manager.close(grace_s)
+
+    def snapshot(self) -> ManagerSnapshot:
+        return self._manager.snapshot()
+
+    async def switch(
+        self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool, pin: bool = False
+    ) -> SwitchReport:
+        return await self._manager.switch(mode, in_flight, actor, wait, pin)
+
+    async def apply(self, change: Change, actor: str, *, dry_run: bool, wait: bool) -> ChangeReport:
+        return await self._manager.apply(change, actor, dry_run=dry_run, wait=wait)
+
+    async def rollback(self, generation: int | None, in_flight: InFlight, actor: str, wait: bool) -> ChangeReport:
+        return await self._manager.rollback(generation, in_flight, actor, wait)
+
+    def noise(self, samples: int) -> NoiseSnapshot:
+        return self._manager.noise(samples)
+
+    async def infer(self, request: TensorRequest) -> TensorAnswer:
+        return await self._manager.infer(request)
+
+
+PREFERRED = (PrecisionMode.INT8, PrecisionMode.INT4, REFERENCE)
+"""The mode to begin with, where none is configured: the first one there is. FP16 graphs are no faster on CPUs."""
+
+
+def effective_config(config: ModelConfig, manifest: PlainManifest) -> ModelConfig:
+    """`config`, or where it says nothing of modes the mode to begin with and the reference, which scores it.
+
+    Raises FailedPreconditionError for modes that the store does not have, and an engine that cannot be chosen.
+    """
+    if config.engine is EngineUse.AUTO:
+        raise FailedPreconditionError("engine", 'engine = "auto" is for language models; "openvino" or "onnxruntime"')
+    if (config.resident, config.default_mode) == (DEFAULT_RESIDENT, DEFAULT_MODE):
+        first = next(mode for mode in PREFERRED if mode in manifest.graphs)
+        config = replace(config, default_mode=first, resident=tuple(dict.fromkeys((first, REFERENCE))))
+    missing = [mode.value for mode in config.resident if mode not in manifest.graphs]
+    if missing:
+        known = modes_of(manifest)
+        raise FailedPreconditionError("resident", f"{config.path} has no {', '.join(missing)}; it has: {known}")
+    return config
