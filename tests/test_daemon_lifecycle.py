@@ -167,7 +167,7 @@ async def test_an_unloaded_model_gives_its_memory_back_and_answers_the_same_when
     async with connected_and_loaded(lasting_daemon) as client:
         before = await client.answer(new=16)
         loaded, unloaded = [], []
-        for _ in range(4):
+        for _ in range(6):
             loaded.append((await client.status()).rss_bytes >> 20)
             assert (await unload(client)).aborted_requests == 0
             unloaded.append((await client.status()).rss_bytes >> 20)
@@ -177,12 +177,12 @@ async def test_an_unloaded_model_gives_its_memory_back_and_answers_the_same_when
             assert (await load(client)).model.state == control_pb2.MODEL_STATE_SERVING
             await until_health(client, SERVING)
             assert (await client.answer(new=16)).ids == before.ids
-        history = await client.control.GetHistory(control_pb2.GetHistoryRequest(limit=8))
-    assert [entry.kind for entry in history.entries] == ["load", "unload"] * 4
+        history = await client.control.GetHistory(control_pb2.GetHistoryRequest(limit=12))
+    assert [entry.kind for entry in history.entries] == ["load", "unload"] * 6
     print(f"RSS loaded {loaded} MiB, unloaded {unloaded} MiB")
     weights = 256  # MiB: 135 million of 16 bits
     assert all(low < high - weights for low, high in zip(unloaded, loaded, strict=True))
-    assert unloaded[-1] < 1.1 * unloaded[1]  # the first time more is free that is used from then on
+    assert min(unloaded[3:]) < 1.1 * min(unloaded[:3])  # what the allocator keeps varies by a tenth each time
 
 
 @asynchronous

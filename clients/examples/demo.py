@@ -45,7 +45,7 @@ SOCKET_NAME = "dskd.sock"
 LOG_TAIL_LINES = 20
 
 MODEL = "smollm2"
-QUESTION = "Explain to a curious child, step by step and with examples, how plants turn sunlight into food."
+QUESTION = "Tell a long story, with every detail, of a fox who learns to read and then travels through the forest."
 SAMPLING = Sampling(temperature=0.6, top_p=0.9, repetition_penalty=1.1, seed=1)
 MAX_TOKENS = 2_000
 FIRST_MODE = "int4"
