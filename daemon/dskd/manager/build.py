@@ -15,9 +15,11 @@ from dskd.manager.measuring import InTurn
 from dskd.manager.parts import Build, Overtaking
 from dskd.manager.proof import Prover
 from dskd.manager.second_engine import SecondBuilder, SlotBuild
-from dskd.priority import at_once, lower_priority, when_idle
+from dskd.priority import PATIENCE_S, at_once, lower_priority, when_idle
 from dskquant.engines.protocol import CompileOptions, Engine, KVCache
 from dskquant.modes import QUANTIZED, PrecisionMode
+
+AWAITED_PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Builder:
         overtaking.check()
         with timed(phases, "validate"):
             self.require_memory([modes])
-        engine_thread = at_once if cache is None else when_idle
+        engine_thread = at_once if cache is None else partial(when_idle, patience_s=_patience_s(modes))
         with timed(phases, "build"):
             parameters = generation.effective_parameters
             graph = engine_thread(lambda: self.engine.compile(self.store, modes, self.options, parameters))
@@ -103,6 +105,11 @@ class Builder:
             lower_priority()
         engine_thread = when_idle if is_serving else at_once
         return second.build(generation, modes, engine_thread, in_turn, overtaking.check)
+
+
+def _patience_s(modes: frozenset[PrecisionMode]) -> float:
+    """How long a build waits for idle cores. No change of parameters builds a float mode: somebody wants it served."""
+    return PATIENCE_S if modes <= QUANTIZED else AWAITED_PATIENCE_S
 
 
 @contextmanager
