@@ -35,8 +35,8 @@ FACTORS = (1.01, 0.99, 1.02)
 PHASES = ("validate", "build", "prove", "commit")
 KILLS = 50
 WARM_REQUESTS = 5_000
-SOAK = {"tiny": 300, "SmolLM2-135M": 16}
-SOAK_SHOWN = (1, 10, 16, 40, 100, 200, 300)
+SOAK = {"tiny": 300, "SmolLM2-135M": 12}
+SOAK_SHOWN = (1, 10, 12, 100, 200, 300)
 
 Gap = tuple[float, float]
 """The arrivals of a token and of the one before it in its stream, in seconds."""
