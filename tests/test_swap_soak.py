@@ -23,9 +23,9 @@ async def test_many_swaps_leave_neither_memory_nor_threads_nor_descriptors_behin
         with daemon_process(tables(store)) as daemon:
             async with connected(daemon.start()) as client:
                 held = await swap_under_load(client, sets[1:] + sets[:1], SWAPS, streams=2)
-    before, after = held[:WARM_UP], held[-WARM_UP:]
+    before, after = held[:WARM_UP], held[WARM_UP:]
     assert after[-1].rss_mib < 1.1 * before[-1].rss_mib
-    # the smallest: a file or a thread may be there for an instant, but what is leaked stays
-    assert min(found.threads for found in after) <= max(found.threads for found in before)
-    assert min(found.descriptors for found in after) <= max(found.descriptors for found in before)
+    assert max(found.threads for found in after) <= max(found.threads for found in before)
+    # the smallest of the last: a file may be open for the instant of a look, but what is leaked stays
+    assert min(found.descriptors for found in held[-WARM_UP:]) <= max(found.descriptors for found in before)
     assert all(len(found.mapped_sets) <= SETS_MAPPED and not found.deleted for found in held)

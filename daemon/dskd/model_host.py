@@ -7,18 +7,16 @@ from collections.abc import AsyncGenerator, Callable
 
 from dskd import state_lock
 from dskd.config import Config, EngineUse, ModelConfig
-from dskd.engine.request import GenerationRequest, InFlight, StepOutput
+from dskd.engine.request import GenerationRequest, StepOutput
 from dskd.host import HostFactory, ServedModel
+from dskd.managed_host import ManagedHost
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
 from dskd.manager.manager import QuantizerManager
-from dskd.manager.types import Change, ChangeReport, ManagerSnapshot, SwitchReport
 from dskd.monitor.metrics import EventMetrics
-from dskd.monitor.types import NoiseSnapshot
 from dskd.plain.host import PlainModelHost
 from dskd.text.tokenizer import TextCodec
 from dskquant.engines import load_engine, load_slot_engine
-from dskquant.modes import PrecisionMode
 from dskquant.plain.store import is_plain_store
 from dskquant.store import StoreManifest
 
@@ -37,7 +35,7 @@ def host_factory(config: Config, metrics: EventMetrics | None = None) -> HostFac
     return make_host
 
 
-class StoredModelHost:
+class StoredModelHost(ManagedHost[QuantizerManager]):
     """A model of a store directory."""
 
     def __init__(
@@ -69,26 +67,6 @@ class StoredModelHost:
         self.manifest: StoreManifest = await asyncio.to_thread(StoreManifest.read, self._store)
         self.codec: TextCodec = await asyncio.to_thread(TextCodec.load, self._store)
         await self._manager.start()
-
-    async def close(self, grace_s: float) -> int:
-        return await self._manager.close(grace_s)
-
-    def snapshot(self) -> ManagerSnapshot:
-        return self._manager.snapshot()
-
-    async def switch(
-        self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool, pin: bool = False
-    ) -> SwitchReport:
-        return await self._manager.switch(mode, in_flight, actor, wait, pin)
-
-    def noise(self, samples: int) -> NoiseSnapshot:
-        return self._manager.noise(samples)
-
-    async def apply(self, change: Change, actor: str, *, dry_run: bool, wait: bool) -> ChangeReport:
-        return await self._manager.apply(change, actor, dry_run=dry_run, wait=wait)
-
-    async def rollback(self, generation: int | None, in_flight: InFlight, actor: str, wait: bool) -> ChangeReport:
-        return await self._manager.rollback(generation, in_flight, actor, wait)
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[StepOutput, None]:
         return self._manager.generate(request)

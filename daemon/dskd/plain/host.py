@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dskd.config import DEFAULT_MODE, DEFAULT_RESIDENT, Config, EngineUse, ModelConfig
-from dskd.engine.request import InFlight
 from dskd.errors import FailedPreconditionError
+from dskd.managed_host import ManagedHost
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
-from dskd.manager.types import Change, ChangeReport, ManagerSnapshot, SwitchReport
 from dskd.monitor.metrics import EventMetrics
-from dskd.monitor.types import NoiseSnapshot
 from dskd.plain.generation import modes_of
 from dskd.plain.manager import PlainManager
 from dskd.plain.request import TensorAnswer, TensorRequest
@@ -21,7 +19,7 @@ from dskquant.modes import REFERENCE, PrecisionMode
 from dskquant.plain.store import PlainManifest
 
 
-class PlainModelHost:
+class PlainModelHost(ManagedHost[PlainManager]):
     """Implements `dskd.host.PlainHost`."""
 
     def __init__(
@@ -58,26 +56,6 @@ class PlainModelHost:
             self._require_state_dir,
         )
         await self._manager.start()
-
-    async def close(self, grace_s: float) -> int:
-        return await self._manager.close(grace_s)
-
-    def snapshot(self) -> ManagerSnapshot:
-        return self._manager.snapshot()
-
-    async def switch(
-        self, mode: PrecisionMode, in_flight: InFlight, actor: str, wait: bool, pin: bool = False
-    ) -> SwitchReport:
-        return await self._manager.switch(mode, in_flight, actor, wait, pin)
-
-    async def apply(self, change: Change, actor: str, *, dry_run: bool, wait: bool) -> ChangeReport:
-        return await self._manager.apply(change, actor, dry_run=dry_run, wait=wait)
-
-    async def rollback(self, generation: int | None, in_flight: InFlight, actor: str, wait: bool) -> ChangeReport:
-        return await self._manager.rollback(generation, in_flight, actor, wait)
-
-    def noise(self, samples: int) -> NoiseSnapshot:
-        return self._manager.noise(samples)
 
     async def infer(self, request: TensorRequest) -> TensorAnswer:
         return await self._manager.infer(request)
