@@ -241,3 +241,16 @@ def test_every_request_ends_in_order_of_arrival_within_the_budget_and_no_block_i
         assert open_ids == sorted(open_ids)
     assert [len(sequence.tokens) for sequence in sequences] == [prompt + new for prompt, new in sizes]
     assert scheduler.pool.num_free == num_blocks
+
+
+def test_who_is_held_sits_the_step_out_and_goes_on_where_it_was() -> None:
+    scheduler = make_scheduler(max_batch_tokens=16)
+    answering, reading, other = add(scheduler, 3, 20, 3)
+    run_step(scheduler)
+    run_step(scheduler)
+    cached = answering.num_cached, reading.num_cached
+    assert tokens_of(scheduler.schedule({answering, reading})) == {"2": 1}
+    assert (answering.num_cached, reading.num_cached) == cached
+    assert set(tokens_of(scheduler.schedule())) == {"0", "1", "2"}
+    assert other in scheduler.running
+    scheduler.check()

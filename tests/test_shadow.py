@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from tests.fakes import FakeCache, FakeGraph, assert_right_answer, fake_graphs, toy_logits
 
 from dskd.config import SchedulerConfig
+from dskd.engine import step_core
 from dskd.engine.block_pool import BlockPool
 from dskd.engine.graph_table import GraphTable
 from dskd.engine.request import (
@@ -31,7 +34,7 @@ from dskd.engine.shadow import ShadowScorer
 from dskd.engine.step_loop import StepLoop
 from dskd.monitor.config import LongContextConfig, MonitorConfig
 from dskquant.engines.protocol import Logits, StepBatch
-from dskquant.modes import LADDER, PrecisionMode
+from dskquant.modes import LADDER, QUANTIZED, PrecisionMode
 
 INT4, INT8, FP16, FP32 = LADDER
 ALL = 1.0
@@ -315,6 +318,28 @@ def test_one_request_is_escalated_and_the_others_are_not(bench: Bench) -> None:
     assert [token.mode for token in bench.tokens["a"]] == [INT4] + [FP32] * 5
     assert {token.mode for token in bench.tokens["b"]} == {INT4}
     assert_right_answer((1, 2, 3), bench.tokens["a"])
+
+
+def test_an_escalated_request_keeps_its_pace_and_gets_the_whole_answer_in_the_end(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent: list[float] = []
+    clock = SimpleNamespace(perf_counter=lambda: sum(spent), perf_counter_ns=time.perf_counter_ns)
+    monkeypatch.setattr(step_core, "time", clock)
+    bench.graphs[QUANTIZED].on_run = lambda batch: spent.append(0.01)
+    bench.graphs[frozenset({FP32})].on_run = lambda batch: spent.append(0.02)
+    for name in ("a", "b"):
+        bench.submit(name, (1, 2, 3), 50)
+    bench.loop.run_one_step()
+    bench.loop.run_one_step()
+    assert bench.now(bench.loop.escalate("a", FP32, repair=False))
+    while "b" not in bench.ended:
+        bench.loop.run_one_step()
+    assert len(bench.tokens["a"]) == 4  # two before, one at once, one when 0.02 s were earned at 5 % of 0.01 s a step
+    bench.run_all()
+    assert len(bench.tokens["a"]) == 50
+    assert_right_answer((1, 2, 3), bench.tokens["a"])
+    bench.loop._core.check()
 
 
 def test_a_graph_that_is_running_in_the_shadow_is_not_retired(bench: Bench) -> None:

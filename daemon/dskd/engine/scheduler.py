@@ -8,7 +8,7 @@ come, first served: running and waiting sequences, taken together, always stand 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from dskd.config import SchedulerConfig
 from dskd.engine.block_pool import BlockPool
@@ -54,15 +54,16 @@ class Scheduler:
             raise ResourceExhaustedError("waiting", detail, RETRY_AFTER_S)
         self.waiting.append(sequence)
 
-    def schedule(self) -> list[Chunk]:
-        """The chunks of the next step, at most one per sequence, and never none while sequences are open.
+    def schedule(self, held: Collection[Sequence] = ()) -> list[Chunk]:
+        """The chunks of the next step, at most one per sequence, and never none while sequences that may run are open.
 
         Every sequence in mid-answer gets its one token; what is left of the budget goes to prompts, the oldest first.
+        Those of `held` that run already sit the step out.
         """
         self._prefixes.publish(self.running)
-        chunks = self._schedule_decodes()
+        chunks = self._schedule_decodes(held)
         budget = self.config.max_batch_tokens - len(chunks)
-        budget = self._schedule_prefills(chunks, budget)
+        budget = self._schedule_prefills(chunks, budget, held)
         self._admit(chunks, budget)
         return chunks
 
@@ -114,11 +115,13 @@ class Scheduler:
         if any(self.pool.num_owners(block) != count for block, count in held.items()):
             raise InternalError("KV blocks have other owners than those who run and those they are lent to")
 
-    def _schedule_decodes(self) -> list[Chunk]:
+    def _schedule_decodes(self, held: Collection[Sequence]) -> list[Chunk]:
         # The oldest first, while preemption takes the youngest: no victim has its chunk already, and the list that is
         # walked shrinks at its far end alone.
         return [
-            Chunk(sequence, 1) for sequence in self.running if sequence.num_uncached == 1 and self._make_room(sequence)
+            Chunk(sequence, 1)
+            for sequence in self.running
+            if sequence.num_uncached == 1 and sequence not in held and self._make_room(sequence)
         ]
 
     def _make_room(self, sequence: Sequence) -> bool:
@@ -131,9 +134,9 @@ class Scheduler:
         sequence.blocks = self.pool.append(sequence.blocks, len(sequence.tokens))
         return True
 
-    def _schedule_prefills(self, chunks: list[Chunk], budget: int) -> int:
+    def _schedule_prefills(self, chunks: list[Chunk], budget: int, held: Collection[Sequence]) -> int:
         for sequence in self.running:
-            if budget and sequence.num_uncached > 1:
+            if budget and sequence.num_uncached > 1 and sequence not in held:
                 chunks.append(Chunk(sequence, min(budget, sequence.num_uncached)))
                 budget -= chunks[-1].num_tokens
         return budget

@@ -75,6 +75,11 @@ class Sequence:
         return self.generation, self.mode
 
     @property
+    def is_escalated(self) -> bool:
+        """Whether it is served in another mode than its model, for its own sake."""
+        return self.fallback is not None and self.mode is not self.base_mode
+
+    @property
     def phase(self) -> Phase:
         """Of its next step: the last token of a prompt alone is as good as an answer."""
         return Phase.PREFILL if self.num_uncached > 1 else Phase.DECODE

@@ -14,6 +14,7 @@ from dskd.engine.batching import build_batch
 from dskd.engine.block_pool import BlockPool
 from dskd.engine.exploration import Explorer
 from dskd.engine.graph_table import GraphTable
+from dskd.engine.pace import EscalationPace
 from dskd.engine.request import (
     FinishReason,
     FlipReport,
@@ -74,6 +75,7 @@ class StepCore:
         self._explorer = Explorer(slots, self._graphs, self._scorer.alone_with) if slots else None
         self._health: HealthProbe | None = None  # made when the size of the vocabulary is known
         self._rules = ModeRules()
+        self._pace = EscalationPace()
         self._modes_are_stale = False  # a flip is quick: what the rules make of it is found out with the next step
         self._last_step = time.perf_counter()
         self._open: dict[str, Sequence] = {}
@@ -208,7 +210,8 @@ class StepCore:
             for sequence in self._scheduler.sequences:
                 sequence.mode = self._mode_of(sequence)
             self._modes_are_stale = False
-        chunks = self._scheduler.schedule()
+        held = self._pace.held(self._scheduler.running, self._rules.config.escalation_share)
+        chunks = self._scheduler.schedule(held) or self._scheduler.schedule()
         if not chunks:
             raise InternalError("requests are open, but none of them can run")
         now = time.perf_counter()
@@ -222,6 +225,7 @@ class StepCore:
         num_decodes = sum(chunk.is_decode for chunk in chunks) if self._slots else 0
         for graph, its_chunks in by_graph.values():
             self._run(graph, self._run_in_slots(self._slots, its_chunks, num_decodes) if self._slots else its_chunks)
+        self._pace.note(chunks, time.perf_counter() - now)
         self._steps += 1
 
     def score(self) -> None:

@@ -71,6 +71,7 @@ class MonitorConfig:
     window_s: Annotated[float, Between(1, LONGEST_S)] = 300.0  # none older than this
     scope: Scope = Scope.MODEL
     target: Annotated[str, OneOf((NEXT, *(mode.value for mode in LADDER[1:])))] = PrecisionMode.FP32.value
+    escalation_share: Annotated[float, Between(0.001, 1)] = 0.05  # of the others' time, for each escalated request
     repair: Repair = Repair.NONE
     threshold: ThresholdConfig = ThresholdConfig()
     factor: Annotated[float, Between(1, LARGEST_FACTOR)] = 2.0  # times the expected KL, where no threshold is given

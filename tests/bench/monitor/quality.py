@@ -160,6 +160,7 @@ async def _time(store: Path, good: Path, threshold: float, qualities: dict[str, 
         share=0.0,
         reference=FP32,
         scope=Scope.REQUEST,
+        escalation_share=1.0,  # its speed is that of all answers together
         repair=Repair.REPREFILL,
         threshold=ThresholdConfig(int4=threshold),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +44,19 @@ class Round:
 
     @property
     def gap_ms(self) -> float:
-        """Median time between two tokens of an easy answer, late in it."""
+        """Mean time between two tokens of an easy answer, late in it: every escalated step counts."""
         gaps = [np.diff(answer.arrived[MEASURED_FROM:]) for answer in self.answers[:-1]]
-        return float(np.median(np.concatenate(gaps))) * 1e3
+        return float(np.mean(np.concatenate(gaps))) * 1e3
+
+    @property
+    def hard_gap_ms(self) -> float:
+        """The same of the hard answer, while the others are under way."""
+        arrived = np.array(self.answers[-1].arrived)
+        others = [answer.arrived for answer in self.answers[:-1]]
+        late = arrived[
+            (arrived >= max(one[MEASURED_FROM] for one in others)) & (arrived <= min(one[-1] for one in others))
+        ]
+        return float(np.mean(np.diff(late))) * 1e3 if len(late) > 1 else math.nan
 
 
 def measure(store: Path, good: Path) -> Section:
@@ -77,9 +88,9 @@ async def _measure(store: Path, good: Path) -> Section:
         f"piece of the Python language reference (mean KL of INT4 {easy:.3f} nats), one goes on with a German tale "
         "at "
         f"temperature {HARD_TEMPERATURE} ({hard:.3f}); threshold {threshold:.3f}, reference FP32, share 0.5. Gap: "
-        f"median time between two tokens of the easy answers from the {MEASURED_FROM}th on, median of {REPEATS} "
-        "interleaved "
-        "rounds. A float mode has a graph of its own: its run comes on top of each step of the others.",
+        f"mean time between two tokens of the easy answers from the {MEASURED_FROM}th on, and of the hard one "
+        f"meanwhile, median of {REPEATS} interleaved rounds. Escalated requests keep a pace: `escalation_share`, "
+        f"{MonitorConfig().escalation_share:.0%} of the time of the others.",
         [
             "escalated to",
             "hard answers escalated",
@@ -87,6 +98,7 @@ async def _measure(store: Path, good: Path) -> Section:
             "easy answers escalated",
             "easy tokens in INT4",
             "gap ms",
+            "hard one's gap ms",
             "against nobody escalated",
             "failed",
         ],
@@ -141,6 +153,7 @@ def _row(name: str, rounds: list[Round], control: list[Round]) -> list[str]:
         f"{sum(_first_above(answer) is not None for answer in easy)} of {len(easy)}",
         f"{tokens.count(INT4) / len(tokens):.1%}",
         f"{gap:.1f}",
+        f"{float(np.median([seen.hard_gap_ms for seen in rounds])):.0f}",
         f"{gap / without:.2f}x",
         str(sum(answer.error is not None for seen in rounds for answer in seen.answers)),
     ]
