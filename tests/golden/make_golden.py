@@ -11,6 +11,12 @@ models:
     optimum-cli export openvino --task text-generation-with-past --weight-format fp16 \\
         --model tests/golden/llama tests/golden/llama_openvino
 
+`genai` holds what the model builder of onnxruntime-genai 0.18.0 makes of some of them, each named after the model and
+the precision; `qwen2-int4` with zero-points:
+
+    python -m onnxruntime_genai.models.builder -e cpu -c CACHE -p int4 --extra_options is_symmetric=false \\
+        -i tests/golden/qwen2 -o tests/golden/genai/qwen2-int4
+
 Every weight is rounded to the stored dtype before the logits are computed, so that a reader of the files has the very
 same numbers.
 """

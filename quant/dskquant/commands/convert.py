@@ -40,6 +40,7 @@ SOURCE is one of
   a GGUF file                  every type that the gguf package can dequantize
   a Hugging Face directory     config.json and safetensors, sharded or not
   an OpenVINO IR directory     as `optimum-cli export openvino --weight-format fp16` writes it
+  an onnxruntime-genai directory   as its model builder writes it: genai_config.json, model.onnx
   an ONNX file, an IR's .xml   any graph of named tensors, with --data INPUTS.npz
 Architectures: Llama, Mistral, Qwen2, Qwen3. Nothing is downloaded, no pickle is read, no code of the
 model is run. STORE appears complete or not at all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dskquant.errors import SourceError
+from dskquant.sources.genai import GENAI_CONFIG, GenaiSource
 from dskquant.sources.gguf import GGUFSource
 from dskquant.sources.gguf_header import MAGIC
 from dskquant.sources.huggingface import HuggingFaceSource
@@ -16,7 +17,10 @@ __all__ = ["OpenVINOIRSource", "Source", "SourceTensor", "TensorSource", "open_s
 
 
 def open_source(path: Path) -> TensorSource | OpenVINOIRSource:
-    """Opens a GGUF file, a Hugging Face directory or an OpenVINO IR directory. Raises SourceError for anything else."""
+    """Opens a GGUF file or a directory of Hugging Face, OpenVINO or onnxruntime-genai.
+
+    Raises SourceError for anything else.
+    """
     if not path.exists():
         raise SourceError(f"{path}: no such file or directory")
     if path.is_dir():
@@ -30,8 +34,10 @@ def open_source(path: Path) -> TensorSource | OpenVINOIRSource:
 def _open_directory(path: Path) -> TensorSource | OpenVINOIRSource:
     if (path / IR_XML).is_file():
         return OpenVINOIRSource(path)
+    if (path / GENAI_CONFIG).is_file():
+        return GenaiSource(path)
     if (path / CONFIG).is_file():
         return HuggingFaceSource(path)
     hint = ", ".join(sorted(file.name for file in path.glob("*.gguf")))
     advice = f"; give one of its files: {hint}" if hint else ""
-    raise SourceError(f"{path}: neither {CONFIG} nor {IR_XML} in it{advice}")
+    raise SourceError(f"{path}: none of {CONFIG}, {IR_XML} and {GENAI_CONFIG} in it{advice}")

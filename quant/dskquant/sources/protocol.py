@@ -48,7 +48,7 @@ class Source(Protocol):
 
     @property
     def kind(self) -> str:
-        """ "gguf", "huggingface" or "openvino"."""
+        """ "gguf", "huggingface", "openvino" or "onnxruntime-genai"."""
         ...
 
     @property

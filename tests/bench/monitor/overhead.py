@@ -18,8 +18,8 @@ from dskd.monitor.config import MonitorConfig, ThresholdConfig
 from dskquant.modes import PrecisionMode
 
 INT4, INT8, FP32 = PrecisionMode.INT4, PrecisionMode.INT8, PrecisionMode.FP32
-PROMPT, NEW = 32, 224
-REPEATS = 4
+PROMPT, NEW = 32, 96
+REPEATS = 8
 NOTHING, HEALTH = "nothing measured", "health alone"
 NEVER = ThresholdConfig(int4=1000.0)
 """Random weights agree with nothing."""
@@ -33,18 +33,10 @@ def measure(store: Path) -> Section:
         "Noise monitor: overhead",
         f"1.5B random Llama in INT4, {STREAMS} streams, prompts of {PROMPT} tokens, {NEW} new ones, default "
         "sampling (5 % "
-        f"of the blocks, at most 2 % of the time); medians of {REPEATS} interleaved rounds, each compared with the "
-        "one "
-        "before it in the same turn. Time spent: by the step loop in the parts that measure, over the time of the "
-        "round.",
-        [
-            "measured",
-            "tokens/s",
-            "ratio to the line above",
-            "each turn",
-            "time spent by the loop",
-            "scored tokens a round",
-        ],
+        f"of the blocks, at most 2 % of the time); {REPEATS} turns, every other one reversed. Ratio to the line "
+        "above: of the two rounds of a turn, geometric mean with its standard error. Time spent: by the step loop in "
+        "the parts that measure, over the time of the round.",
+        ["measured", "tokens/s", "ratio to the line above", "time spent by the loop", "scored tokens a round"],
         rows,
     )
 
@@ -57,7 +49,7 @@ async def _measure(store: Path, reference: PrecisionMode, arms: list[str]) -> li
     resident = tuple(dict.fromkeys((INT4, INT8, reference)))
     async with live(store, monitor, resident=resident, kv_cache_bytes=1 << 30) as bench:
         for repeat in range(REPEATS + 1):
-            for name in arms:
+            for name in arms if repeat % 2 else reversed(arms):
                 await bench.set_monitor(share=0.0 if name in (NOTHING, HEALTH) else MonitorConfig().share)
                 before = bench.samples(INT4)
                 with _timed(bench, health=name != NOTHING) as spent:
@@ -114,12 +106,16 @@ def _row(
     shares: Mapping[str, list[float]],
     scored: Mapping[str, list[int]],
 ) -> list[str]:
-    ratios = [one / other for one, other in zip(rates[name], rates[before], strict=True)] if before else []
     return [
         name,
         f"{np.median(rates[name]):.1f}",
-        f"{np.median(ratios):.3f}" if ratios else "-",
-        ", ".join(f"{ratio:.3f}" for ratio in ratios) or "-",
+        _ratio(rates[name], rates[before]) if before else "-",
         f"{np.mean(shares[name]):.2%}",
         f"{np.mean(scored[name]):.0f}",
     ]
+
+
+def _ratio(rates: list[float], before: list[float]) -> str:
+    logs = np.log(rates) - np.log(before)
+    mean, error = float(logs.mean()), float(logs.std(ddof=1) / np.sqrt(len(logs)))
+    return f"{np.exp(mean):.3f} ± {np.exp(mean) * error:.3f}"

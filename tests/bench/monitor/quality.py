@@ -28,11 +28,11 @@ WINDOW, PROMPT, BLOCK = 512, 256, 32
 WINDOWS = 24
 NEW = 128
 REPEATS = 3
-SHARE = 0.25
+SHARE = 0.5
 """Of the blocks of an answer that the fallback looks at."""
 
-FACTOR = 1.25
-"""Times the expected noise: where a request falls back. Healthy requests differ by more than that, so some do."""
+FACTOR = 0.5
+"""Times the mean noise: where a request falls back. Answers differ by more than that, so some do and some do not."""
 
 
 @dataclass(frozen=True, slots=True)
