@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from dskd import memory
 from dskd.config import ModelConfig
 from dskd.errors import (
     EXPECTED_ERRORS,
@@ -156,6 +157,7 @@ class ModelRegistry:
             if entry.from_path:
                 del self._entries[entry.name]
             raise
+        memory.collect_garbage()
         entry.host = host
         first = host.snapshot()
         phases_ms = {"build": (time.monotonic() - started) * 1e3}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
@@ -242,7 +241,7 @@ class ModelManager(ABC):
         await self._settle()
         await asyncio.to_thread(self._residency.close)
         self._parts.close()
-        await asyncio.to_thread(gc.collect)  # the parts of a manager refer to each other
+        await asyncio.to_thread(memory.collect_garbage)  # the parts of a manager refer to each other
         memory.give_back()
         return aborted
 

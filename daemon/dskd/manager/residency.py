@@ -205,11 +205,13 @@ class Residency:
     def holding(self, generation: ServedGeneration, modes: Iterable[PrecisionMode]) -> Iterator[None]:
         """Keeps graphs from being released while somebody is about to use them."""
         keys = [Installation(self._id(generation, mode), generation.number) for mode in modes]
-        self._held.update(keys)
+        for key in keys:
+            self._held[key] += 1
         try:
             yield
         finally:
-            self._held.subtract(keys)
+            for key in keys:
+                self._held[key] -= 1
             self._stirred.set()
 
     # Releasing

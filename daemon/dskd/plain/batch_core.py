@@ -159,6 +159,13 @@ class BatchCore:
         scoring = NAP_S if self._scorer.has_work else math.inf
         return max(0.0, min(line, drain, scoring))
 
+    def lacking_rows(self) -> int:
+        """Rows that must come before there is something to do, unless time does; at least 1."""
+        if self._is_suspended or self._draining is not None or not self._line:
+            return 1
+        room = self._max_waiting - len(self._line) + 1  # the request after that is refused
+        return max(1, min(self._line.lacking_rows(self._graph_of), room))
+
     def run_batch(self) -> bool:
         """Runs the next batch if one is due; whether it did."""
         batch = [] if self._is_suspended else self._line.take(time.perf_counter(), self._graph_of)

@@ -54,9 +54,9 @@ class BatchLoop:
     def drain(self, grace_s: float) -> Future[int]:
         return self._commands.ask_later(lambda done: self._core.drain(grace_s, done))
 
-    def submit(self, entry: Waiting) -> Future[None]:
-        """Queues a request; its outcome is delivered, be it a refusal."""
-        return self._commands.ask(lambda: self._core.submit(entry))
+    def submit(self, entry: Waiting) -> None:
+        """Queues a request; its outcome is delivered, be it a refusal. Raises a DskdError once the loop has ended."""
+        self._commands.tell(lambda: self._core.submit(entry), entry.rows)
 
     def cancel(self, entry: Waiting) -> Future[bool]:
         """Takes a request out of the line; False if its batch has begun."""
@@ -108,7 +108,7 @@ class BatchLoop:
             while not self._stopping:
                 patience = 0.0 if has_run else self._core.patience()
                 if patience > 0:
-                    self._commands.wait(None if patience == math.inf else patience)
+                    self._commands.wait(None if patience == math.inf else patience, self._core.lacking_rows())
                 has_run = self._do_what_is_due()
         except Exception:
             self._core.log.exception("batch loop ended by a bug")

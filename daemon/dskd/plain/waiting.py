@@ -73,6 +73,12 @@ class WaitingLine:
         first = next(iter(self._line), None)
         return math.inf if first is None else max(0.0, first.arrived + self._delay_s - now)
 
+    def lacking_rows(self, graph_of: Callable[[Waiting], GraphKey]) -> int:
+        """The least number of rows with which a batch could become full, or of a preferred size."""
+        have = [0, *(sum(entry.rows for entry in group) for group in self._groups(graph_of))]
+        sizes = (*self._limits.preferred_sizes, self._limits.max_size)
+        return min(size - rows for rows in have for size in sizes if size > rows)
+
     @property
     def _delay_s(self) -> float:
         return 0.0 if self._limits.max_size == 1 else self._limits.max_delay_ms / 1e3

@@ -15,15 +15,12 @@ from dskapi.open_inference import infer_pb2
 from dskapi.v1 import inference_pb2
 from dskd.rpc.infer_request import fields_of_infer_request, generate_request
 from dskd.rpc.infer_response import stream_response
-from dskd.rpc.interceptor import Context, failure, log_call, name_request
+from dskd.rpc.interceptor import STREAM_REQUEST, Context, failure, log_call, name_request
 from dskd.rpc.responder import Responder
 from dskd.rpc.tensor_responder import TensorResponder, final_response
 
 MOST_OPEN = 64
 """Requests of one stream that are answered at a time; the next one is read when one of them has ended."""
-
-REQUEST = "request of /inference.GRPCInferenceService/ModelStreamInfer"
-"""In the log, beside the line of the stream itself."""
 
 
 class InferStream:
@@ -71,13 +68,13 @@ class InferStream:
                 await self._respond(request, before)
             code = grpc.StatusCode.OK
         except Exception as error:
-            refusal = rpc_status.to_status(failure(error, REQUEST))
+            refusal = rpc_status.to_status(failure(error, STREAM_REQUEST))
             code = refusal.code
             response = infer_pb2.ModelStreamInferResponse(error_message=f"{code.name}: {refusal.details}")
             response.infer_response.id = request.id
             await self._send(response)
         finally:
-            log_call(REQUEST, code, started)
+            log_call(STREAM_REQUEST, code, started)
 
     async def _respond(self, request: infer_pb2.ModelInferRequest, before: asyncio.Task[None] | None) -> None:
         model = self._tensors.model_of(request)

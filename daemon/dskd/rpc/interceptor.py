@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import random
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from functools import partial
@@ -19,6 +20,15 @@ from dskd.errors import EXPECTED_ERRORS, InvalidArgumentError
 from dskd.rpc.status import status_of
 
 log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
+
+_logger = logging.getLogger(__name__)
+"""Where the lines of `log` go in the end: it can say at once whether anybody wants them."""
+
+_INFERENCE = "/inference.GRPCInferenceService/Model"
+STREAM_REQUEST = f"request of {_INFERENCE}StreamInfer"
+"""In the log, beside the line of the stream itself."""
+
+FREQUENT = frozenset({f"{_INFERENCE}Infer", STREAM_REQUEST})
 
 OWN_SERVICES = ("/dskapi.", "/inference.")
 LONGEST_NAME = 100
@@ -58,7 +68,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 def name_request() -> str:
     """A new id for the request that the running task answers; it stays in the context of the task."""
-    request_id = uuid.uuid4().hex
+    request_id = f"{random.getrandbits(128):032x}"  # a name, no secret; made for every call
     REQUEST_ID.set(request_id)
     structlog.contextvars.bind_contextvars(request_id=request_id)
     return request_id
@@ -72,8 +82,15 @@ def failure(error: Exception, method: str) -> Status:
 
 
 def log_call(method: str, code: grpc.StatusCode, started: float) -> None:
-    """A line for a request that has ended; `started` is of `time.monotonic`."""
-    log.info("call", method=method, code=code.name, milliseconds=round((time.monotonic() - started) * 1e3, 1))
+    """A line for a request that has ended; `started` is of `time.monotonic`.
+
+    Of calls that come thousands of times a second and went well, only at level debug: a line takes as long as the rest.
+    """
+    is_routine = method in FREQUENT and code is grpc.StatusCode.OK
+    if is_routine and not _logger.isEnabledFor(logging.DEBUG):
+        return
+    tell = log.debug if is_routine else log.info
+    tell("call", method=method, code=code.name, milliseconds=round((time.monotonic() - started) * 1e3, 1))
 
 
 def actor(context: Context) -> str:
