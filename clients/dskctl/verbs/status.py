@@ -10,11 +10,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from dskapi.v1.control_pb2 import (
+    EngineStatus,
     GenerationStatus,
     GetStatusRequest,
     GetStatusResponse,
     ListModelsRequest,
     ModelStatus,
+    ModeStatus,
 )
 from dskctl.daemon import Daemon
 from dskctl.options import add_model
@@ -48,7 +50,8 @@ def as_text(status: GetStatusResponse, loadable: Sequence[str] = ()) -> Renderab
     if not status.models:
         remedy = f"; `dskctl load NAME` loads one of {', '.join(loadable)}" if loadable else ", and none is configured"
         return Group(*parts, f"no model is loaded{remedy}")
-    tables = [models_table(status), "", modes_table(status), *_generations(status), *_step_times(status)]
+    times = [*_step_times(status), *_run_times(status)]
+    tables = [models_table(status), "", modes_table(status), *_generations(status), *times]
     return Group(*parts, *tables, *_remarks(status))
 
 
@@ -86,13 +89,18 @@ def _model_row(model: ModelStatus) -> list[str]:
 def modes_table(status: GetStatusResponse) -> Table:
     """One row for each mode of each model; modes that share a graph each tell the whole of its memory."""
     numbers = ("MEMORY", "TOKENS", "REQUESTS")
-    made = table("MODEL", "MODE", "RESIDENT", *numbers, right=numbers)
+    has_engines = any(mode.engine for model in status.models for mode in model.modes)
+    made = table("MODEL", "MODE", "RESIDENT", *numbers, *(["ENGINE"] if has_engines else []), right=numbers)
     for model in status.models:
         for mode in model.modes:
-            memory = size_words(mode.bytes) if mode.resident else NOTHING
-            resident = "yes" if mode.resident else "no"
-            made.add_row(model.name, mode_word(mode.mode), resident, memory, f"{mode.tokens:,}", str(mode.requests))
+            made.add_row(model.name, *_mode_cells(mode), *([mode.engine or NOTHING] if has_engines else []))
     return made
+
+
+def _mode_cells(mode: ModeStatus) -> list[str]:
+    memory = size_words(mode.bytes) if mode.resident else NOTHING
+    resident = "yes" if mode.resident else "no"
+    return [mode_word(mode.mode), resident, memory, f"{mode.tokens:,}", str(mode.requests)]
 
 
 def _generations(status: GetStatusResponse) -> list[RenderableType]:
@@ -138,6 +146,29 @@ def _steps_of(model: ModelStatus) -> dict[tuple[int, str], dict[int, float]]:
     return found
 
 
+def _run_times(status: GetStatusResponse) -> list[RenderableType]:
+    """Milliseconds a run of a plain graph, by its rows; one row for each mode on each engine that was measured."""
+    measured = [(model, mode, engine) for model, mode, engine in _choices(status) if engine.ms]
+    if not measured:
+        return []
+    sizes = sorted({rows for _, _, engine in measured for rows in engine.ms})
+    columns = [f"{rows} ROWS" if rows > 1 else "1 ROW" for rows in sizes]
+    made = table("MODEL", "MODE", "ENGINE", *columns, "SERVES", right=columns)
+    for model, mode, engine in measured:
+        cells = [f"{engine.ms[rows]:.1f} ms" if rows in engine.ms else NOTHING for rows in sizes]
+        serves = "yes" if engine.name == mode.engine else "no"
+        made.add_row(model.name, mode_word(mode.mode), engine.name, *cells, serves)
+    return ["", made]
+
+
+def _choices(status: GetStatusResponse) -> Iterator[tuple[ModelStatus, ModeStatus, EngineStatus]]:
+    """The engines that each mode was to choose from."""
+    for model in status.models:
+        for mode in model.modes:
+            for engine in mode.engines:
+                yield model, mode, engine
+
+
 def _second_engine(model: ModelStatus) -> Iterator[str]:
     """What became of it, in sentences."""
     second = model.second_engine
@@ -155,7 +186,11 @@ def _second_engine(model: ModelStatus) -> Iterator[str]:
 
 
 def _remarks(status: GetStatusResponse) -> list[str]:
-    remarks = []
+    remarks = [
+        f"{model.name}: {engine.name} does not serve {mode_word(mode.mode)}: {printable(engine.reason)}"
+        for model, mode, engine in _choices(status)
+        if engine.reason
+    ]
     for model in status.models:
         if model.change_in_progress:
             remarks.append(f"{model.name}: in progress: {printable(model.change_in_progress)}")

@@ -42,14 +42,14 @@ class CommandQueue:
         return future
 
     def tell(self, command: Callable[[], None], weight: int) -> None:
-        """Queues `command`, which must not fail, and is applied whatever happens. Raises what the queue was closed with."""
+        """Queues `command`, which must not fail; it is applied in any case. Raises what the queue was closed with."""
         with self._changed:
             if self._closed_by is not None:
                 raise self._closed_by
             self._add(_Told(command), weight)
 
     def wait(self, timeout_s: float | None = None, enough: int = 1) -> None:
-        """Blocks the consumer until something is asked or what was told weighs `enough`, `timeout_s` seconds at most."""
+        """Blocks the consumer until something is asked or what was told weighs `enough`, or for `timeout_s` seconds."""
         with self._changed:
             self._enough = enough
             self._changed.wait_for(lambda: self._weight >= enough, timeout_s)

@@ -47,10 +47,11 @@ def measure_slots(graph: SlotGraph, engine: str, mode: PrecisionMode, in_turn: I
 
 def _fastest(step: Callable[[int, int], Callable[[], Logits]], in_turn: InTurn) -> dict[int, float]:
     """Seconds of the fastest step by number of rows; `step` makes that of some rows at a position."""
-    return {rows: min([in_turn(partial(_timed, step(rows, at))) for at in range(STEPS)][1:]) for rows in ROWS}
+    return {rows: min([in_turn(partial(seconds_of, step(rows, at))) for at in range(STEPS)][1:]) for rows in ROWS}
 
 
-def _timed(run: Callable[[], Logits]) -> float:
+def seconds_of(run: Callable[[], object]) -> float:
+    """How long it takes."""
     began = time.perf_counter()
     run()
     return time.perf_counter() - began

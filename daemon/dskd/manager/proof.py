@@ -19,6 +19,9 @@ Answers = Mapping[PrecisionMode, Logits]
 HARMLESS_KL = 0.02
 """Nats per token below which noise is never much: modes that are nearly exact may differ by any factor."""
 
+HARMLESS_RATIO = 1e-4
+"""The same of plain graphs, noise power over signal power: 40 dB."""
+
 
 @dataclass(frozen=True, slots=True)
 class Proof:

@@ -121,6 +121,11 @@ class Residency:
         resident = self._residents.get(self._id(generation, mode))
         return resident.nbytes if resident else 0
 
+    def graph_of(self, generation: ServedGeneration, mode: PrecisionMode) -> Any:
+        """The graph that serves `mode`; None if it is not in memory."""
+        resident = self._residents.get(self._id(generation, mode))
+        return resident.graph if resident else None
+
     def slots_of(self, generation: ServedGeneration, mode: PrecisionMode) -> SlotBuild | None:
         """The graph of the second engine that decodes `mode`, or why there is none; None: the mode is not in memory."""
         resident = self._residents.get(self._id(generation, mode))

@@ -93,6 +93,15 @@ class SwitchReport:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineState:
+    """An engine that may compute a mode of a plain graph."""
+
+    name: str
+    seconds: dict[int, float]  # of a run, by its rows; empty: not measured
+    reason: str  # why it cannot; "": it can
+
+
+@dataclass(frozen=True, slots=True)
 class ModeState:
     """One mode of a model."""
 
@@ -101,6 +110,8 @@ class ModeState:
     bytes: int
     tokens: int
     requests: int
+    engine: str = ""  # that computes it, where modes of a model have one each
+    engines: tuple[EngineState, ...] = ()  # that were to choose from
 
 
 @dataclass(frozen=True, slots=True)

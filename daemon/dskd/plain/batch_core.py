@@ -239,19 +239,18 @@ class BatchCore:
             self._deliver([(entry, lost) for entry in batch])
             return
         try:
-            tensors, mode = self._compute(key, batch)
+            tensors, graph = self._compute(key, batch)
             parts = split(tensors, [entry.rows for entry in batch])
         except QuantError as error:
             self._run_apart(batch, error)
             return
         self._batches += 1
         compute_s, rows = time.perf_counter() - began, sum(entry.rows for entry in batch)
-        engine = self._graphs[key].engine
         answers = [
-            TensorAnswer(part, mode, key[0], engine, began - entry.arrived, compute_s, rows)
+            TensorAnswer(part, graph.mode, key[0], graph.engine, began - entry.arrived, compute_s, rows)
             for entry, part in zip(batch, parts, strict=True)
         ]
-        self._answered[mode] += len(batch)
+        self._answered[graph.mode] += len(batch)
         self._deliver(list(zip(batch, answers, strict=True)))
         for entry, answer in zip(batch, answers, strict=True):
             self._scorer.offer(entry.request, answer)
@@ -264,21 +263,22 @@ class BatchCore:
             for entry in batch:
                 self._run([entry])
 
-    def _compute(self, key: GraphKey, batch: Sequence[Waiting]) -> tuple[Tensors, PrecisionMode]:
-        """The outputs for all rows of `batch`, and the mode that made them.
+    def _compute(self, key: GraphKey, batch: Sequence[Waiting]) -> tuple[Tensors, ServedGraph]:
+        """The outputs for all rows of `batch`, and the graph that made them.
 
         Where a quantized mode makes values that are not finite and a more exact one does not, that one's are taken.
         """
         inputs = joined([entry.request.tensors for entry in batch])
-        outputs = self._graphs[key].run(inputs)
+        graph = self._graphs[key]
+        outputs = graph.run(inputs)
         better = None if is_finite(outputs) else self._more_exact(key)
         if better is None:
-            return outputs, key[1]
+            return outputs, graph
         redone = better.run(inputs)
         if not is_finite(redone):
-            return outputs, key[1]
+            return outputs, graph
         self._observe([NonFinite(batch[0].request.request_id, key[0], key[1], better.mode)])
-        return redone, better.mode
+        return redone, better
 
     def _more_exact(self, key: GraphKey) -> ServedGraph | None:
         generation, mode = key

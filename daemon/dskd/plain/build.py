@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import structlog
 
 from dskd import memory
 from dskd.config import ProofConfig
-from dskd.errors import FailedPreconditionError
+from dskd.engine.step_times import StepKind
+from dskd.errors import EXPECTED_ERRORS, FailedPreconditionError
 from dskd.manager.build import timed
 from dskd.manager.measuring import InTurn
 from dskd.manager.parts import Build, Overtaking
-from dskd.manager.proof import Proof, db_of_ratio, ratio_of_db
+from dskd.manager.proof import HARMLESS_RATIO, Proof, db_of_ratio, ratio_of_db
+from dskd.manager.types import EngineState
+from dskd.plain.engines import Candidate, EngineChoice, exact_enough
 from dskd.plain.generation import PlainGeneration, PlainSet, modes_of
 from dskd.plain.served_graph import ServedGraph
 from dskd.priority import lower_priority
@@ -27,9 +33,7 @@ from dskquant.plain.store import PlainGolden, StoredGraph, read_golden
 MEMORY_FACTOR = 2
 """An engine reads the file and packs the weights."""
 
-
-HARMLESS_RATIO = 1e-4
-"""Noise 40 dB below the signal is never much: modes that are nearly exact may differ by any factor."""
+log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger()
 
 
 class PlainProver:
@@ -71,9 +75,9 @@ class PlainProver:
 class PlainBuilder:
     """Builds the graphs of one model."""
 
-    def __init__(self, engine: str, threads: int, default: PlainSet, prover: PlainProver) -> None:
-        self.engine = engine
+    def __init__(self, choice: EngineChoice, threads: int, default: PlainSet, prover: PlainProver) -> None:
         self.prover = prover
+        self._choice = choice
         self._threads = threads
         self._default = default
         # A thread inherits its niceness: what an engine starts in this one serves at the usual priority.
@@ -111,7 +115,8 @@ class PlainBuilder:
         """Blocks for as long as it takes; without `cache` nothing serves yet.
 
         Raises ResourceExhaustedError when memory is short, FailedPreconditionError when the store lacks the mode, the
-        proof fails or it is overtaken, StoreError when files are damaged, EngineError when the engine refuses them.
+        proof fails or it is overtaken, StoreError when files are damaged, EngineError when the engine refuses them;
+        where there is a choice of engines, only if none of them can.
         """
         (mode,) = modes
         phases: dict[str, float] = {}
@@ -120,30 +125,95 @@ class PlainBuilder:
         overtaking.check()
         with timed(phases, "validate"):
             stored = stored_graph(generation.parameters, mode)
-            memory.require(MEMORY_FACTOR * stored.nbytes, f"loading {mode.value}")
             stored.verify(generation.parameters.directory)
-            golden = read_golden(generation.parameters.directory)
-        with timed(phases, "build"):
-            graph = self._load(generation.parameters, mode, stored)
-        overtaking.check()
-        with timed(phases, "prove"):
-            proof = self.prover.judge(mode, golden, self._ask(graph, golden))
-        overtaking.check()
-        return Build(graph, [proof], phases)
+            task = _Task(generation.parameters, mode, stored, read_golden(generation.parameters.directory), overtaking)
+        known = self._choice.known(mode, stored.sha256)
+        found = self._candidates(task, self._choice.order(mode, known), phases, is_enough=bool(known))
+        able = [each for each in found if each.graph is not None]
+        if len(able) > 1:
+            with timed(phases, "measure"):
+                known = self._measure(task, able, in_turn)
+        best, *others = sorted(able, key=lambda each: self._choice.slowness(each.engine, mode, known))
+        for other in others:
+            other.close()
+        return self._build_of(best, self._choice.states(found, mode, known), phases)
 
-    def _load(self, parameters: PlainSet, mode: PrecisionMode, stored: StoredGraph) -> ServedGraph:
-        path = parameters.directory / stored.file
-        graph = self._starter.submit(load_plain_graph, self.engine, path, self._threads).result()
-        manifest = parameters.manifest
+    def _build_of(self, best: Candidate, states: tuple[EngineState, ...], phases: dict[str, float]) -> Build:
+        if best.graph is None or best.proof is None:
+            raise TypeError("nothing was built")
+        best.graph.engines = states
+        return Build(best.graph, [best.proof], phases)
+
+    def _candidates(
+        self, task: _Task, engines: Sequence[str], phases: dict[str, float], is_enough: bool
+    ) -> list[Candidate]:
+        """What became of the mode on `engines`, at least one of which can; with `is_enough`, on the first that can."""
+        found: list[Candidate] = []
+        errors: list[Exception] = []
+        try:
+            for engine in engines:
+                try:
+                    found.append(self._candidate(task, engine, phases))
+                except EXPECTED_ERRORS as error:
+                    task.overtaking.check()
+                    log.warning("an engine cannot serve", engine=engine, mode=task.mode.value, reason=str(error))
+                    found.append(Candidate(engine, reason=str(error)))
+                    errors.append(error)
+                if is_enough and found[-1].graph is not None:
+                    break
+        except BaseException:
+            for each in found:
+                each.close()
+            raise
+        if len(errors) == len(engines):
+            raise errors[0]
+        return exact_enough(found)
+
+    def _candidate(self, task: _Task, engine: str, phases: dict[str, float]) -> Candidate:
+        task.overtaking.check()
+        memory.require(MEMORY_FACTOR * task.stored.nbytes, f"loading {task.mode.value}")
+        with timed(phases, "build"):
+            graph = self._load(task, engine)
+        task.overtaking.check()
+        with timed(phases, "prove"):
+            proof = self.prover.judge(task.mode, task.golden, self._ask(graph, task.golden))
+        task.overtaking.check()
+        return Candidate(engine, graph, proof)
+
+    def _measure(self, task: _Task, able: Sequence[Candidate], in_turn: InTurn) -> dict[StepKind, float]:
+        try:
+            return self._choice.measure(task.mode, task.stored.sha256, able, task.golden.inputs, in_turn)
+        except BaseException:
+            for each in able:
+                each.close()
+            raise
+
+    def _load(self, task: _Task, engine: str) -> ServedGraph:
+        path = task.parameters.directory / task.stored.file
+        graph = self._starter.submit(load_plain_graph, engine, path, self._threads).result()
+        manifest = task.parameters.manifest
         if {*graph.inputs} != {*manifest.inputs} or {*graph.outputs} != {*manifest.outputs}:
-            raise FailedPreconditionError(mode.value, f"{path}: has other inputs or outputs than its manifest says")
-        return ServedGraph(graph, mode, self.engine, stored.nbytes)
+            raise FailedPreconditionError(
+                task.mode.value, f"{path}: has other inputs or outputs than its manifest says"
+            )
+        return ServedGraph(graph, task.mode, engine, task.stored.nbytes)
 
     def _ask(self, graph: ServedGraph, golden: PlainGolden) -> Tensors:
         try:
             return graph.run(golden.inputs)
         except EngineError as error:
             raise _failed(graph.mode, str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A mode to build."""
+
+    parameters: PlainSet
+    mode: PrecisionMode
+    stored: StoredGraph
+    golden: PlainGolden
+    overtaking: Overtaking
 
 
 def stored_graph(parameters: PlainSet, mode: PrecisionMode) -> StoredGraph:

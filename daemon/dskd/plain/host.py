@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from dskd.config import DEFAULT_MODE, DEFAULT_RESIDENT, Config, EngineUse, ModelConfig
+from dskd.config import DEFAULT_MODE, DEFAULT_RESIDENT, Config, ModelConfig
 from dskd.errors import FailedPreconditionError
 from dskd.managed_host import ManagedHost
 from dskd.manager.events import EventBus
@@ -47,7 +47,6 @@ class PlainModelHost(ManagedHost[PlainManager]):
             self._name,
             self.config,
             self._config.scheduler,
-            self.config.engine.value,
             self._config.server.model_state(self._name),
             self._events,
             self._history,
@@ -68,10 +67,8 @@ PREFERRED = (PrecisionMode.INT8, PrecisionMode.INT4, REFERENCE)
 def effective_config(config: ModelConfig, manifest: PlainManifest) -> ModelConfig:
     """`config`, or where it says nothing of modes the mode to begin with and the reference, which scores it.
 
-    Raises FailedPreconditionError for modes that the store does not have, and an engine that cannot be chosen.
+    Raises FailedPreconditionError for modes that the store does not have.
     """
-    if config.engine is EngineUse.AUTO:
-        raise FailedPreconditionError("engine", 'engine = "auto" is for language models; "openvino" or "onnxruntime"')
     if (config.resident, config.default_mode) == (DEFAULT_RESIDENT, DEFAULT_MODE):
         first = next(mode for mode in PREFERRED if mode in manifest.graphs)
         config = replace(config, default_mode=first, resident=tuple(dict.fromkeys((first, REFERENCE))))

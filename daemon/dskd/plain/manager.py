@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from dskd.config import ModelConfig, SchedulerConfig
+from dskd.engine.request import LoopSnapshot
 from dskd.manager.events import EventBus
 from dskd.manager.history import History
 from dskd.manager.model_manager import SETS, ModelManager, Parts
 from dskd.manager.parts import ServedGeneration
 from dskd.manager.transitions import Serving
-from dskd.manager.types import SecondEngineState
+from dskd.manager.types import ManagerSnapshot, ModeState, SecondEngineState
 from dskd.monitor.config import MonitorConfig
 from dskd.monitor.metrics import EventMetrics
 from dskd.monitor.states import NoiseMeasure
@@ -21,8 +23,10 @@ from dskd.plain.batch_core import Outcome
 from dskd.plain.batch_loop import BatchLoop
 from dskd.plain.build import PlainBuilder, PlainProver
 from dskd.plain.catalogue import PlainCatalogue
+from dskd.plain.engines import EngineChoice
 from dskd.plain.request import TensorAnswer, TensorRequest
 from dskd.plain.waiting import ALONE, Waiting, shapes_of
+from dskquant.modes import PrecisionMode
 
 NO_CACHE = object()
 """What plain graphs are bound to."""
@@ -39,7 +43,6 @@ class PlainManager(ModelManager):
         name: str,
         config: ModelConfig,
         scheduler: SchedulerConfig,
-        engine: str,
         state_dir: Path,
         events: EventBus,
         history: History,
@@ -47,19 +50,20 @@ class PlainManager(ModelManager):
         metrics: EventMetrics | None = None,
         require_state_dir: Callable[[], None] = lambda: None,
     ) -> None:
-        """`engine` is one of `dskquant.plain.load.PLAIN_ENGINE_NAMES`. For the others see `ModelManager`."""
+        """See `ModelManager`."""
         super().__init__(name, config, state_dir, events, history, monitor, metrics, require_state_dir)
         self._scheduler = scheduler
-        self._engine = engine
 
     async def _prepare(self) -> Parts:
         depot = self._state_dir / SETS
-        catalogue = await asyncio.to_thread(PlainCatalogue, self._config.path, depot, self._engine)
+        engine = self._config.engine.value
+        catalogue = await asyncio.to_thread(PlainCatalogue, self._config.path, depot, engine)
         await asyncio.to_thread(catalogue.forget_leftovers)
         manifest = catalogue.default.manifest
         self._has_batches = manifest.batch_axis == 0
-        builder = PlainBuilder(self._engine, self._config.threads, catalogue.default, PlainProver(self._config.proof))
-        return Parts(self._engine, catalogue, builder, proofs_are_absolute=True, close=builder.close)
+        choice = await asyncio.to_thread(EngineChoice, self._config, self._has_batches, self._state_dir)
+        builder = PlainBuilder(choice, self._config.threads, catalogue.default, PlainProver(self._config.proof))
+        return Parts(engine, catalogue, builder, proofs_are_absolute=True, close=builder.close)
 
     async def _start_loop(self, serving: Serving) -> None:
         self._asyncio = asyncio.get_running_loop()
@@ -80,6 +84,17 @@ class PlainManager(ModelManager):
         except BaseException:
             await asyncio.to_thread(self._loop.stop)
             raise
+
+    def snapshot(self) -> ManagerSnapshot:
+        """The engine is that of the mode that serves."""
+        now = super().snapshot()
+        serving = next(state for state in now.modes if state.mode is now.mode)
+        return replace(now, engine=serving.engine or now.engine)
+
+    def _mode_state(self, mode: PrecisionMode, generation: ServedGeneration, loop: LoopSnapshot) -> ModeState:
+        state = super()._mode_state(mode, generation, loop)
+        graph = self._residency.graph_of(generation, mode)
+        return replace(state, engine=graph.engine, engines=graph.engines) if graph else state
 
     def _second_state(self, generation: ServedGeneration) -> SecondEngineState | None:
         return None

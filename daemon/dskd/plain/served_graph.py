@@ -6,6 +6,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from dskd.manager.types import EngineState
 from dskquant.modes import PrecisionMode
 from dskquant.plain.protocol import PlainGraph, Tensors
 
@@ -19,6 +20,7 @@ class ServedGraph:
         self.mode = mode
         self.engine = engine
         self.resident_bytes = nbytes
+        self.engines: tuple[EngineState, ...] = ()  # that were to choose from
 
     def run(self, tensors: Tensors) -> dict[str, NDArray[Any]]:
         """As `PlainGraph.run`."""

@@ -13,6 +13,7 @@ from dskd.host import ServedModel, is_language
 from dskd.manager.events import Event
 from dskd.manager.types import (
     ChangeReport,
+    EngineState,
     GenerationState,
     HistoryEntry,
     ManagerSnapshot,
@@ -75,7 +76,14 @@ def _add_snapshot(status: control_pb2.ModelStatus, now: ManagerSnapshot) -> None
             bytes=state.bytes,
             tokens=state.tokens,
             requests=state.requests,
+            engine=state.engine,
+            engines=map(_engine_status, state.engines),
         )
+
+
+def _engine_status(state: EngineState) -> control_pb2.EngineStatus:
+    ms = {rows: seconds * 1e3 for rows, seconds in state.seconds.items()}
+    return control_pb2.EngineStatus(name=state.name, ms=ms, reason=state.reason)
 
 
 def _generation_status(state: GenerationState) -> control_pb2.GenerationStatus:

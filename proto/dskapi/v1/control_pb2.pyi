@@ -301,18 +301,39 @@ class GenerationStatus(_message.Message):
     def __init__(self, number: _Optional[int] = ..., hash: _Optional[str] = ..., parameter_set: _Optional[str] = ..., committed: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., active: _Optional[bool] = ..., resident: _Optional[bool] = ..., kl: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ModeStatus(_message.Message):
-    __slots__ = ("mode", "resident", "bytes", "tokens", "requests")
+    __slots__ = ("mode", "resident", "bytes", "tokens", "requests", "engine", "engines")
     MODE_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     mode: _common_pb2.PrecisionMode
     resident: bool
     bytes: int
     tokens: int
     requests: int
-    def __init__(self, mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., resident: _Optional[bool] = ..., bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., requests: _Optional[int] = ...) -> None: ...
+    engine: str
+    engines: _containers.RepeatedCompositeFieldContainer[EngineStatus]
+    def __init__(self, mode: _Optional[_Union[_common_pb2.PrecisionMode, str]] = ..., resident: _Optional[bool] = ..., bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., requests: _Optional[int] = ..., engine: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ...) -> None: ...
+
+class EngineStatus(_message.Message):
+    __slots__ = ("name", "ms", "reason")
+    class MsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    ms: _containers.ScalarMap[int, float]
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., ms: _Optional[_Mapping[int, float]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()
