@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -264,7 +265,10 @@ async def test_an_unexpected_error_is_told_by_its_id_alone(tmp_path: Path, codec
 
 
 @asynchronous
-async def test_each_request_of_a_stream_has_a_line_in_the_log(tmp_path: Path, host: FakeHost) -> None:
+async def test_each_request_of_a_stream_has_a_line_in_the_log(
+    tmp_path: Path, host: FakeHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)  # that of the lines of requests that went well
     async with serving(tmp_path, {"m": host}) as service:
         with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as lines:
             await streamed(service, typed(), typed(""))

@@ -187,7 +187,6 @@ async def test_text_is_refused_and_so_are_modes_that_the_store_lacks(tmp_path: P
     ("changes", "reason"),
     [
         ({"resident": (FP16, FP32), "default_mode": FP16}, "has no fp16; it has: int4, int8, fp32"),
-        ({"engine": EngineUse.AUTO}, 'engine = "auto" is for language models'),
         ({"proof": ProofConfig(min_sqnr_db=30.0)}, "int4 failed its proof: on the golden inputs its noise is 26.0 dB"),
     ],
 )
