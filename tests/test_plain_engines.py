@@ -17,15 +17,20 @@ from tests.fake_host import Service, asynchronous
 from tests.plain_daemon import label_of, outputs_of, raw_request, serving_plain, stub
 from tests.plain_models import DETECTOR, MAGIKA, pages, present, saved
 from tests.plain_models import files as small_files
-from tests.plain_stores import FACTORS, direct, scaling_inputs, scaling_store, written
+from tests.plain_stores import FACTORS, direct, scaling_store, written
 
 from dskapi.v1 import common_pb2, control_pb2
 from dskctl.verbs import status as status_verb
 from dskd.config import BatchingConfig, EngineUse, ModelConfig
 from dskd.errors import EXPECTED_ERRORS
+from dskd.manager.parts import Overtaking
 from dskd.manager.proof import Proof
 from dskd.plain import engines
-from dskd.plain.engines import Candidate, exact_enough
+from dskd.plain.build import PlainBuilder, PlainProver
+from dskd.plain.engines import Candidate, EngineChoice, exact_enough
+from dskd.plain.generation import PlainGeneration, PlainSet
+from dskd.plain.served_graph import ServedGraph
+from dskd.priority import at_once
 from dskquant.divergence import Divergence
 from dskquant.engines.onnxruntime.prepare import prepare, read_onnx
 from dskquant.modes import PrecisionMode
@@ -157,29 +162,36 @@ def measured(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> Iter
         yield asked
 
 
-@asynchronous
-async def test_times_are_measured_once_for_a_graph_and_a_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def built(store: Path, state: Path, mode: PrecisionMode) -> ServedGraph:
+    """What a daemon that starts with this state builds."""
+    found, model = PlainSet.read(store), config(store)
+    builder = PlainBuilder(EngineChoice(model, True, state), model.threads, found, PlainProver(model.proof))
+    generation = PlainGeneration.of(1, found, model.engine.value)
+    try:
+        graph = builder.build(generation, frozenset({mode}), None, Overtaking(), at_once).graph
+    finally:
+        builder.close()
+    assert isinstance(graph, ServedGraph)
+    return graph
+
+
+def test_times_are_measured_once_for_a_graph_and_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = scaling_store(tmp_path / "store", {mode: FACTORS[mode] for mode in (INT8, FP32)})
-    for wanted in BOTH:  # the times of the first turn hold in the second
-        with measured(monkeypatch, {name: 2.0 - (name == wanted) for name in BOTH}) as asked:
-            async with serving_plain(tmp_path, {"tiny": config(store)}) as service:
-                response = await stub(service).ModelInfer(raw_request("tiny", scaling_inputs(1)))
-                modes = await modes_of(service)
-        assert asked == (BOTH * 2 if wanted == BOTH[0] else [])
-        assert label_of(response)[2] == BOTH[0]
-        assert {engine.name: dict(engine.ms) for engine in modes[wire(INT8)].engines} == {
-            "onnxruntime": {1: 1000.0},
-            "openvino": {1: 2000.0},
-        }
-    kept = tmp_path / "state" / "models" / "tiny" / "timings.int8.json"
+    with measured(monkeypatch, {"onnxruntime": 1.0, "openvino": 2.0}) as asked:
+        assert [built(store, tmp_path / "state", mode).engine for mode in (INT8, FP32)] == ["onnxruntime"] * 2
+    assert asked == BOTH * 2
+    with measured(monkeypatch, {"onnxruntime": 2.0, "openvino": 1.0}) as asked:
+        graph = built(store, tmp_path / "state", INT8)
+    assert (asked, graph.engine) == ([], "onnxruntime")
+    assert [(engine.name, engine.seconds) for engine in graph.engines] == [
+        ("onnxruntime", {1: 1}),
+        ("openvino", {1: 2}),
+    ]
+    kept = tmp_path / "state" / "timings.int8.json"
     kept.write_text(json.dumps({**json.loads(kept.read_text()), "fingerprint": "another machine"}))
     with measured(monkeypatch, {"onnxruntime": 2.0, "openvino": 1.0}) as asked:
-        async with serving_plain(tmp_path, {"tiny": config(store)}) as service:
-            modes = await modes_of(service)
+        assert [built(store, tmp_path / "state", mode).engine for mode in (INT8, FP32)] == ["openvino", "onnxruntime"]
     assert asked == BOTH
-    assert (modes[wire(INT8)].engine, modes[wire(FP32)].engine) == ("openvino", "onnxruntime")
 
 
 def candidate(engine: str, noise: float) -> Candidate:

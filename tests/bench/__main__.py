@@ -11,6 +11,7 @@ import gguf
 import structlog
 from tests.bench import (
     against_llama_cpp,
+    convolutions,
     load_swing,
     memory,
     moves,
@@ -35,6 +36,7 @@ GGUF = CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2 = CACHE / "bench" / "smollm2"
 LLAMA = CACHE / "bench" / "llama-1.5b"
 ENCODER = CACHE / "bench" / "encoder"
+CONVOLUTIONS = CACHE / "bench" / "convolutions"
 PLAIN = {mode: CACHE / "bench" / f"plain-{mode.value}" for mode in (PrecisionMode.INT4, PrecisionMode.INT8)}
 
 
@@ -86,6 +88,7 @@ SECTIONS: dict[str, Callable[[], report.Section]] = {
     "moves": lambda: moves.measure({name: store for store, name in NAMES.items()}),
     "load-swing": lambda: load_swing.measure(SMOLLM2),
     "plain": lambda: tensor_batches.measure(ENCODER),
+    "plain-int8": lambda: convolutions.measure(CONVOLUTIONS),
     "monitor-estimate": lambda: estimate.measure(SMOLLM2),
     "monitor-damage": lambda: damage.measure(SMOLLM2, _calibrated()),
     "monitor-scope": lambda: scope.measure(SMOLLM2, _calibrated()),
@@ -103,6 +106,7 @@ def _prepare() -> None:
         synthetic.make_store(SMOLLM2, LLAMA)
     if not ENCODER.exists():
         tensor_batches.make_store(ENCODER)
+    convolutions.make_stores(CONVOLUTIONS)
     for mode, directory in PLAIN.items():
         if not directory.exists():
             plain.export_plain(LLAMA, mode, directory)

@@ -14,7 +14,7 @@ import numpy as np
 from dskd.config import BatchingConfig, EngineUse, ModelConfig
 from dskd.engine.step_times import StepKind
 from dskd.manager.measuring import InTurn, seconds_of
-from dskd.manager.proof import HARMLESS_RATIO, Proof
+from dskd.manager.proof import HARMLESS_RATIO, Proof, db_of_ratio
 from dskd.manager.timings_file import TimingsFile, fingerprint
 from dskd.manager.types import EngineState
 from dskd.plain.served_graph import ServedGraph
@@ -132,9 +132,8 @@ def _judged(candidate: Candidate, noise: float, limit: float) -> Candidate:
     if noise <= limit:
         return candidate
     candidate.close()
-    return Candidate(
-        candidate.engine, reason=f"{noise / limit * MOST_TIMES_THE_NOISE:.1f} times the noise of the other"
-    )
+    told = f"its noise is {db_of_ratio(noise):.1f} dB below the signal"
+    return Candidate(candidate.engine, reason=f"{told}, where {db_of_ratio(limit):.1f} dB can be had")
 
 
 def _fastest(graphs: Mapping[str, ServedGraph], inputs: Tensors, in_turn: InTurn) -> list[tuple[str, float]]:
