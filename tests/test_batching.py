@@ -52,7 +52,7 @@ def entry(
 ) -> Waiting:
     x = np.full((rows, width), value, np.float32)
     request = TensorRequest("r", {"x": x}, precision)
-    return Waiting(request, None, arrived, rows, shapes_of(request))
+    return Waiting(request, None, arrived, rows, shapes_of(request), 1)
 
 
 class Bench:
@@ -211,6 +211,16 @@ def test_a_request_in_a_mode_of_its_own_uses_the_graph_of_the_newest_generation_
     bench.run()
     assert [bench.answer(one).generation for one in (lost, found)] == [1, 2]
     assert bench.core.retire(1, {INT4})
+
+
+def test_a_flip_on_the_way_takes_no_mode_from_a_request_that_was_promised_it() -> None:
+    bench, promised = Bench(), entry(precision=INT4)
+    bench.install(2, INT8)
+    bench.core.flip(INT8, 2, InFlight.MIGRATE)
+    bench.submit(promised)
+    assert not bench.core.retire(1, {INT4})
+    bench.run()
+    assert (bench.answer(promised).mode, bench.answer(promised).generation) == (INT4, 1)
 
 
 def test_graphs_in_use_are_not_retired() -> None:

@@ -78,7 +78,6 @@ class BatchCore:
         if refusal is not None:
             self._deliver([(entry, refusal)])
             return
-        entry.generation = self._generation
         self._line.add(entry)
 
     def _refusal(self) -> Exception | None:

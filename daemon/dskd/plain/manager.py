@@ -111,7 +111,8 @@ class PlainManager(ModelManager):
         now = self._transitions.serving
         mode = request.precision or now.mode
         reply: asyncio.Future[TensorAnswer] = self._asyncio.create_future()
-        entry = Waiting(request, reply, time.perf_counter(), self._rows(request), shapes_of(request))
+        arrived, number = time.perf_counter(), now.generation.number
+        entry = Waiting(request, reply, arrived, self._rows(request), shapes_of(request), number)
         with self._residency.holding(now.generation, [mode]):
             await self._residency.ensure(now.generation, mode)
             self._loop.submit(entry)

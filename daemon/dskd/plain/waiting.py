@@ -26,7 +26,7 @@ class Waiting:
     arrived: float  # seconds of `time.perf_counter`
     rows: int
     shapes: object  # requests that agree on it may share a batch; see `shapes_of`
-    generation: int = 0  # that served when it came
+    generation: int  # that served when it came, and has a graph of the mode that it asks for
     stays: GraphKey | None = None  # what a flip has left it on
 
 
