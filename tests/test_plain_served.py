@@ -183,6 +183,17 @@ async def test_text_is_refused_and_so_are_modes_that_the_store_lacks(tmp_path: P
         assert (code, message.startswith("parameters.precision: the model has no fp16")) == (INVALID, True)
 
 
+@asynchronous
+async def test_tensors_for_a_model_that_is_not_there_are_told_so(tmp_path: Path, store: Path) -> None:
+    async with serving_plain(tmp_path, {"tiny": config(store)}) as service:
+        call = stub(service).ModelInfer(raw_request("tinny", scaling_inputs(1)))
+        assert (await refusal(call))[:2] == (grpc.StatusCode.NOT_FOUND, "no model 'tinny'; known: tiny")
+        await service.control.UnloadModel(control_pb2.UnloadModelRequest(model="tiny"))
+        call = stub(service).ModelInfer(raw_request("tiny", scaling_inputs(1)))
+        code, message, _ = await refusal(call)
+        assert (code, message) == (PRECONDITION, "model 'tiny' is unloaded; load it first")
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -11,7 +11,7 @@ import structlog
 
 from dskapi.open_inference import infer_pb2
 from dskapi.v1 import inference_pb2
-from dskd.errors import DskdError, InvalidArgumentError
+from dskd.errors import InvalidArgumentError
 from dskd.host import PlainHost, is_plain
 from dskd.plain.generation import modes_of
 from dskd.plain.request import TensorAnswer, TensorRequest
@@ -49,12 +49,15 @@ class TensorResponder:
         self._tallies = tallies
 
     def model_of(self, request: infer_pb2.ModelInferRequest) -> ModelEntry | None:
-        """The model that `request` means if it is a plain graph in memory."""
-        try:
-            model = self._registry.resolve(request.model_name)
-        except DskdError:  # who answers for language models says it
-            return None
-        return model if model.host is not None and is_plain(model.host) else None
+        """The model that `request` means if it is a plain graph.
+
+        Raises DskdError where it means none that is in memory: what tensors it should have had cannot be told.
+        """
+        model = self._registry.resolve(request.model_name)
+        if model.host is not None:
+            return model if is_plain(model.host) else None
+        with self._tallies[model.name].failures(time.monotonic()):
+            return model if is_plain(model.serving_host) else None
 
     async def respond(self, model: ModelEntry, request: infer_pb2.ModelInferRequest) -> infer_pb2.ModelInferResponse:
         """The response to a request. Raises DskdError when it is refused; cancelling this cancels it."""
