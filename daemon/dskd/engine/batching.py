@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 
 from dskd.engine.sequence import Chunk
-from dskquant.engines.protocol import Int32, SlotBatch, StepBatch
+from dskquant.engines.protocol import Int32, Int64, SlotBatch, StepBatch
 from dskquant.modes import PrecisionMode
 
 
@@ -36,18 +37,25 @@ def build_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
 
 def build_slot_batch(decodes: Sequence[Chunk], slots: Sequence[int], first_slot: int) -> SlotBatch:
     """The batch that runs `decodes`, one token each, whose sequences fill the neighbouring `slots`, in any order."""
-    rows = np.array(slots, np.int64) - first_slot
-    by_row = np.argsort(rows)
-    places = np.stack((rows, np.zeros_like(rows)), axis=1)
-    in_int8 = np.array([chunk.sequence.mode is PrecisionMode.INT8 for chunk in decodes])
+    # Between two runs of an engine the caches of the CPU hold weights: what is done there costs what it touches, so
+    # lists are sorted here and numpy sees each array once.
+    rows = [slot - first_slot for slot in slots]
+    by_row = sorted(zip(rows, decodes, new_tokens(decodes), strict=True), key=itemgetter(0))
     return SlotBatch(
         first_slot=first_slot,
-        token_ids=np.array(new_tokens(decodes), np.int64)[by_row, None],
-        past_lens=np.array([chunk.sequence.num_cached for chunk in decodes], np.int32)[by_row],
-        new_lens=np.ones(len(decodes), np.int32),
-        residual_rows=places[in_int8],
-        logit_rows=places,
+        token_ids=np.array([[token] for _, _, token in by_row], np.int64),
+        past_lens=np.array([chunk.sequence.num_cached for _, chunk, _ in by_row], np.int32),
+        new_lens=np.array([1] * len(rows), np.int32),
+        residual_rows=_first_tokens(
+            [row for row, chunk in zip(rows, decodes, strict=True) if chunk.sequence.mode is PrecisionMode.INT8]
+        ),
+        logit_rows=_first_tokens(rows),
     )
+
+
+def _first_tokens(rows: Sequence[int]) -> Int64:
+    """Where the first tokens of `rows` are in a batch [n, 2]."""
+    return np.array([(row, 0) for row in rows], np.int64).reshape(-1, 2)
 
 
 def new_tokens(chunks: Sequence[Chunk]) -> list[int]:

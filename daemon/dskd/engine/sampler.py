@@ -8,6 +8,7 @@ min-p, Nguyen et al. 2024.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,14 +80,15 @@ def draw_tokens(logits: Logits, samplers: Sequence[TokenSampler]) -> list[Draw |
 
     A row that is not finite has the error in its place and leaves the others alone.
     """
-    # argmax and min both stop at NaN, so these two values tell whether a whole row is finite.
-    best = logits.argmax(axis=1)
-    highest = logits[np.arange(len(best)), best]
-    is_finite = np.isfinite(highest) & np.isfinite(logits.min(axis=1))
-    return [
-        (Draw(token) if sampler.is_plain else sampler.draw(row)) if finite else NonFiniteLogitsError()
-        for token, finite, row, sampler in zip(best.tolist(), is_finite.tolist(), logits, samplers, strict=True)
-    ]
+    return [_draw_one(row, sampler) for row, sampler in zip(logits, samplers, strict=True)]
+
+
+def _draw_one(row: Logits, sampler: TokenSampler) -> Draw | NonFiniteLogitsError:
+    # argmax and min both stop at NaN, so these two values tell whether the whole row is finite.
+    best = int(row.argmax())
+    if not (math.isfinite(row[best]) and math.isfinite(row.min())):
+        return NonFiniteLogitsError()
+    return Draw(best) if sampler.is_plain else sampler.draw(row)
 
 
 def penalise(scores: Float64, seen: Sequence[int], penalty: float) -> None:

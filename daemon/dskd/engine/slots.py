@@ -56,6 +56,8 @@ class SlotTable:
 
     def gather(self, group: list[Sequence]) -> int:
         """Brings `group`, which fits, with all its cached tokens into neighbouring slots; the first of these."""
+        if (first := self._gathered_at(group)) is not None:
+            return first
         first = min(range(self.num_slots - len(group) + 1), key=lambda first: self._cost(first, group))
         window = range(first, first + len(group))
         members = set(group)
@@ -94,6 +96,13 @@ class SlotTable:
     def clear(self) -> None:
         """Frees all slots."""
         self._stays.clear()
+
+    def _gathered_at(self, group: list[Sequence]) -> int | None:
+        """The first slot of `group` if it is where and how it should be, as it is from step to step."""
+        found = ((sequence, self._stays.get(sequence)) for sequence in group)
+        slots = [stay.slot for sequence, stay in found if stay and stay.length == sequence.num_cached]
+        is_gathered = len(slots) == len(group) and max(slots) - min(slots) == len(group) - 1
+        return min(slots) if is_gathered else None
 
     def _cost(self, first: int, group: list[Sequence]) -> int:
         """Tokens that must be copied or read again to have `group` in the slots from `first` on."""

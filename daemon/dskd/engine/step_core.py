@@ -346,7 +346,8 @@ class StepCore:
                         sequence.repetition.unique_ratio,
                     )
                 )
-        self._observe(samples)
+        if samples:
+            self._observe(samples)
 
     def _accept(self, sequence: Sequence, draw: Draw, row: Logits, engine: str) -> None:
         mode = sequence.mode

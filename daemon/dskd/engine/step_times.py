@@ -73,6 +73,8 @@ class StepTimes:
 
         None where nothing is known of the engine and mode.
         """
+        if (exactly := self._seconds.get(kind)) is not None:
+            return exactly
         known = sorted(
             (other.rows, seconds)
             for other, seconds in self._seconds.items()
