@@ -14,7 +14,7 @@ import pytest
 from golden_models import GOLDEN, PROMPT, TINY, golden_logits
 
 from dskquant.convert import ConvertOptions, convert
-from dskquant.engines import load_engine
+from dskquant.engines import load_engine, onnxruntime
 from dskquant.engines.onnxruntime import ONNXRuntimeEngine
 from dskquant.engines.onnxruntime.graph import ONNXRuntimeGraph
 from dskquant.engines.onnxruntime.ir_names import float_constants
@@ -289,6 +289,18 @@ def test_a_truncated_weight_file_is_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(StoreError, match=r"lm_head\.weight ends outside the file"):
         ENGINE.compile(store, {FP32}, EXACT)
+
+
+def test_a_session_without_the_residual_plane_gives_the_same_bits(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = stores["llama_tied_bias"]
+    lean = graph_of(store, INT4)
+    monkeypatch.setattr(onnxruntime, "LEAN_BYTES", 0)
+    alone = graph_of(store, INT4)
+    assert lean.resident_bytes > alone.resident_bytes
+    for batch in (chunk(PROMPT[:7], mode=INT4), chunk(PROMPT[:9], slot=1, mode=INT8), decode([7, 9], [1, 1], int8=[1])):
+        assert np.array_equal(lean.run(batch), alone.run(batch))
 
 
 @pytest.mark.parametrize("mode", [INT4, FP32])

@@ -7,6 +7,8 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+import onnxruntime as ort
+
 from dskquant import parameter_set
 from dskquant.architecture import DecoderConfig, read_decoder
 from dskquant.engines.onnxruntime.emit import KernelsFor, emit_decoder
@@ -29,6 +31,10 @@ EIGHT_BIT_BYTES = 1.07 + 1
 FLOAT_BYTES = 8
 """Bytes a weight at the peak: codes with float32 scales, of groups of 64, and codes of layers that are joined; floats
 are copied once."""
+
+LEAN_BYTES = 256 << 20
+"""A graph of INT4 and INT8 whose base plane takes no more than this has a session for batches without INT8 beside it:
+half of the nodes are for the residual plane, and to run them for nothing takes a tenth of the step of a small model."""
 
 
 class ONNXRuntimeEngine:
@@ -58,11 +64,9 @@ class ONNXRuntimeEngine:
         """
         served = _served(frozenset(modes), options)
         decoder = _read_decoder(store)
-        weights = StoredWeights(store)
-        writer = emit_decoder(decoder, weights, _kernels(store, decoder, weights, served, options, parameters))
-        session = self._sessions.make(writer, options.threads or len(os.sched_getaffinity(0)))
-        resident_bytes = sum(constant.nbytes for constant in writer.beside.values())
-        return ONNXRuntimeGraph(session, _layout(decoder), served, resident_bytes)
+        made = [self._session(store, decoder, modes, options, parameters) for modes in _sessions_of(store, served)]
+        sessions, sizes = zip(*made, strict=True)
+        return ONNXRuntimeGraph(sessions, _layout(decoder), served, sum(sizes))
 
     def allocate_cache(self, store: Path, num_slots: int, max_bytes: int) -> SlotCache:
         """A cache whose slots are as long as the context, or as `max_bytes` allow.
@@ -78,10 +82,37 @@ class ONNXRuntimeEngine:
         served = _served(frozenset(modes), options)
         if not served <= QUANTIZED:
             return manifest.parameters * FLOAT_BYTES + WORKSPACE_BYTES
-        vocabulary = manifest.vocab_size * manifest.hidden_size
-        linear = max(manifest.parameters - vocabulary, 0)
-        planes = EIGHT_BIT_BYTES if served == {PrecisionMode.INT8} else FOUR_BIT_BYTES * len(served)
-        return int(linear * planes + 2 * vocabulary) + WORKSPACE_BYTES  # embedding and lm_head are two copies
+        return sum(_session_bytes(manifest, modes) for modes in _sessions_of(store, served)) + WORKSPACE_BYTES
+
+    def _session(
+        self,
+        store: Path,
+        decoder: DecoderConfig,
+        modes: frozenset[PrecisionMode],
+        options: CompileOptions,
+        parameters: ParameterSet | None,
+    ) -> tuple[ort.InferenceSession, int]:
+        """A session that serves `modes`, and the bytes of its constants."""
+        weights = StoredWeights(store)
+        writer = emit_decoder(decoder, weights, _kernels(store, decoder, weights, modes, options, parameters))
+        session = self._sessions.make(writer, options.threads or len(os.sched_getaffinity(0)))
+        return session, sum(constant.nbytes for constant in writer.beside.values())
+
+
+def _sessions_of(store: Path, served: frozenset[PrecisionMode]) -> list[frozenset[PrecisionMode]]:
+    """The modes of each session of a graph that serves `served`; the first one is able to serve them all."""
+    lean = frozenset({PrecisionMode.INT4})
+    if lean < served and _session_bytes(StoreManifest.read(store), lean) <= LEAN_BYTES:
+        return [served, lean]
+    return [served]
+
+
+def _session_bytes(manifest: StoreManifest, modes: frozenset[PrecisionMode]) -> int:
+    """Of a session of quantized `modes`, at the peak."""
+    vocabulary = manifest.vocab_size * manifest.hidden_size
+    linear = max(manifest.parameters - vocabulary, 0)
+    planes = EIGHT_BIT_BYTES if modes == {PrecisionMode.INT8} else FOUR_BIT_BYTES * len(modes)
+    return int(linear * planes + 2 * vocabulary)  # embedding and lm_head are two copies
 
 
 def _served(modes: frozenset[PrecisionMode], options: CompileOptions) -> frozenset[PrecisionMode]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,19 +89,27 @@ def _step_inputs(shape: _StepShape) -> dict[str, NDArray[Any]]:
 
 
 class ONNXRuntimeGraph:
-    """One session over the slots of a cache. Serves all its modes in one run (INT4 and INT8)."""
+    """A session over the slots of a cache, which serves all its modes in one run (INT4 and INT8).
+
+    A second one may stand in for it in runs without INT8.
+    """
 
     def __init__(
-        self, session: ort.InferenceSession, layout: SlotLayout, modes: frozenset[PrecisionMode], resident_bytes: int
+        self,
+        sessions: Sequence[ort.InferenceSession],
+        layout: SlotLayout,
+        modes: frozenset[PrecisionMode],
+        resident_bytes: int,
     ) -> None:
+        """The first of `sessions` serves every batch, the last one all without residual rows."""
         self.modes = modes
         self.resident_bytes = resident_bytes
         self.layout = layout
-        self._session: ort.InferenceSession | None = session
+        self._sessions = sessions
         self._cache: SlotCache | None = None
         self._bound: dict[_StepShape, _BoundStep] = {}
         self._bound_generation = 0
-        (vocabulary,) = (port.shape[1] for port in session.get_outputs() if port.name == emit.LOGITS)
+        (vocabulary,) = (port.shape[1] for port in sessions[0].get_outputs() if port.name == emit.LOGITS)
         self._logits = np.empty((0, vocabulary), np.float32)
 
     def allocate_cache(self, num_slots: int) -> SlotCache:
@@ -122,9 +131,10 @@ class ONNXRuntimeGraph:
         Grows the cache where it is too short. The array is only valid until the next run of this graph; runs of one
         graph must not overlap. Raises EngineError when a slot is full, or the session fails.
         """
-        session, cache = self._session, self._cache
-        if session is None or cache is None:
+        cache = self._cache
+        if not self._sessions or cache is None:
             raise EngineError("the graph is closed, or has no cache")
+        session = self._sessions[0 if len(batch.residual_rows) else -1]
         cache.reserve(batch.longest)
         step = self._bound_step(session, cache, batch)
         step.fill(batch)
@@ -137,7 +147,7 @@ class ONNXRuntimeGraph:
     def close(self) -> None:
         """Gives its memory back to the system; the graph cannot run again."""
         self._bound.clear()
-        self._session = self._cache = None
+        self._sessions, self._cache = (), None
         _return_free_memory()
 
     def _bound_step(self, session: ort.InferenceSession, cache: SlotCache, batch: SlotBatch) -> _BoundStep:
