@@ -137,7 +137,12 @@ def _section(swing: Swing, moves: int) -> Section:
         "it, in turn, the same rounds by daemons of one engine (`onnxruntime`: with OpenVINO for prompts and beyond 8 "
         "streams). Tokens a second with everything, prompts included, but for rounds during a change.",
         ["mode", "streams", AUTO, *ALONE, "auto / the better one"],
-        [_row(swing, mode, streams) for mode in (INT4, INT8) for streams in sorted(set(LEVELS))],
+        [
+            _row(swing, mode, streams)
+            for mode in (INT4, INT8)
+            for streams in sorted(set(LEVELS))
+            if (AUTO, mode, streams) in swing.tallies  # INT8 serves too shortly to see every level in a slow run
+        ],
     )
 
 
