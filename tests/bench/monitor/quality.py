@@ -89,7 +89,8 @@ def measure(store: Path, good: Path, picture: Path) -> Section:
         "FP32, "
         f"re-prefilled. Speed: live, {STREAMS} streams, prompts of {PROMPT} tokens, {NEW} new ones, median of "
         f"{REPEATS} "
-        f"interleaved rounds; the fallback's rounds include its scoring. Picture: {picture.name}.",
+        f"interleaved rounds; the fallback's rounds include its scoring, which gets 2 % of the time, so that fewer "
+        f"answers fall back there. Picture: {picture.name}.",
         ["served", "perplexity", "mean KL", "tokens by mode", "tokens/s"],
         [_row(name, one) for name, one in qualities.items()],
     )
