@@ -7,7 +7,7 @@ import itertools
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,12 +62,13 @@ class Swing:
 
     async def run(self) -> None:
         """Any failure of any answer ends it."""
-        for streams in itertools.cycle(LEVELS):
+        levels = itertools.cycle(LEVELS)
+        for streams in levels:
             if self.seconds >= SWINGING_S:
                 return
             change = self._due_change()
             if change:
-                await self._rounds_during(change, streams)
+                await self._rounds_during(change, levels)
                 continue
             for engine, served in self.daemons.items():
                 made = await self._round(served, streams, None if engine == AUTO else self.mode)
@@ -76,10 +77,10 @@ class Swing:
                 tally.seconds += made.seconds
                 self.seconds += made.seconds if engine == AUTO else 0.0
 
-    async def _rounds_during(self, change: Coroutine[Any, Any, object], streams: int) -> None:
+    async def _rounds_during(self, change: Coroutine[Any, Any, object], levels: Iterator[int]) -> None:
         changing = asyncio.create_task(change)
         while not changing.done():
-            self.seconds += (await self._round(self.daemons[AUTO], streams, None)).seconds
+            self.seconds += (await self._round(self.daemons[AUTO], next(levels), None)).seconds
         await changing
 
     async def _round(self, served: Served, streams: int, mode: PrecisionMode | None) -> Round:
