@@ -33,7 +33,8 @@ class _StepShape(NamedTuple):
 
     @classmethod
     def of(cls, batch: SlotBatch) -> _StepShape:
-        return cls(batch.first_slot, *batch.token_ids.shape, len(batch.residual_rows), len(batch.logit_rows))
+        slots, tokens = batch.token_ids.shape
+        return cls(batch.first_slot, slots, tokens, len(batch.residual_rows), len(batch.logit_rows))
 
 
 class _BoundStep:
