@@ -19,7 +19,7 @@ from dskd.config import SchedulerConfig
 from dskd.engine.block_keys import BlockKeys
 from dskd.engine.request import FinishReason, GenerationRequest, InFlight, MadeToken, StepOutput
 from dskd.engine.scheduler import Scheduler
-from dskd.engine.sequence import Chunk
+from dskd.engine.sequence import Chunk, Sequence
 from dskd.engine.step_loop import StepLoop
 from dskquant.engines.protocol import GRAPH_GROUPS, Logits, StepBatch, graph_key
 from dskquant.modes import LADDER, PrecisionMode
@@ -90,8 +90,8 @@ class Bench:
         """Notes the chunks of each step."""
         schedule = self.scheduler.schedule
 
-        def watched() -> list[Chunk]:
-            chunks = schedule()
+        def watched(held: Collection[Sequence] = ()) -> list[Chunk]:
+            chunks = schedule(held)
             for chunk in chunks:
                 self._note(chunk)
             return chunks
