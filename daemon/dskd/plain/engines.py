@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from dskd.plain.served_graph import ServedGraph
 from dskquant.modes import PrecisionMode
 from dskquant.plain.load import PLAIN_ENGINE_NAMES
 from dskquant.plain.protocol import Tensors
+from dskquant.plain.speed import rounds
 
 ROUNDS = 6
 """Of runs on all engines; the first one, which packs weights, is not counted, and of the others the fastest."""
@@ -138,10 +138,7 @@ def _judged(candidate: Candidate, noise: float, limit: float) -> Candidate:
 
 def _fastest(graphs: Mapping[str, ServedGraph], inputs: Tensors, in_turn: InTurn) -> list[tuple[str, float]]:
     times: dict[str, list[float]] = {engine: [] for engine in graphs}
-    began = time.perf_counter()
-    for done in range(ROUNDS):
-        if done >= LEAST_ROUNDS and time.perf_counter() - began > BUDGET_S:
-            break
+    for _ in rounds(ROUNDS, LEAST_ROUNDS, BUDGET_S):
         for engine, graph in graphs.items():
             times[engine].append(in_turn(partial(seconds_of, partial(graph.run, inputs))))
     return [(engine, min(measured[1:])) for engine, measured in times.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import TypeVar
 
@@ -20,13 +20,19 @@ def median_ms(graphs: Mapping[Key, PlainGraph], sample: Tensors) -> dict[Key, fl
     for graph in graphs.values():
         graph.run(sample)  # the first run packs weights
     times: dict[Key, list[float]] = {key: [] for key in graphs}
-    begin = time.perf_counter()
-    for done in range(ROUNDS):
-        if done >= LEAST_ROUNDS and time.perf_counter() - begin > BUDGET_S:
-            break
+    for _ in rounds(ROUNDS, LEAST_ROUNDS, BUDGET_S):
         for key, graph in graphs.items():
             times[key].append(_run_ms(graph, sample))
     return {key: median(values) for key, values in times.items()}
+
+
+def rounds(most: int, least: int, budget_s: float) -> Iterator[int]:
+    """Numbers from 0 to below `most`; after `budget_s` seconds no more of them, once there were `least`."""
+    began = time.perf_counter()
+    for number in range(most):
+        if number >= least and time.perf_counter() - began > budget_s:
+            return
+        yield number
 
 
 def _run_ms(graph: PlainGraph, sample: Tensors) -> float:
