@@ -186,6 +186,25 @@ def test_a_node_that_computes_something_else(
     assert told in refusal(directory, tmp_path)
 
 
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("table", ["cos_cache", "sin_cache"])
+def test_a_table_that_holds_no_angles(directory: Path, tmp_path: Path, table: str, value: float) -> None:
+    model = onnx.load(directory / "model.onnx")
+    for tensor in model.graph.initializer:
+        if tensor.name == table:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(np.full(tensor.dims, value, np.float32), table))
+    onnx.save(model, directory / "model.onnx")
+    assert "cos_cache and sin_cache are no cosines and sines" in refusal(directory, tmp_path)
+
+
+def test_a_matrix_without_its_scales(directory: Path, tmp_path: Path) -> None:
+    model = onnx.load(directory / "model.onnx", load_external_data=False)
+    node = next(node for node in model.graph.node if node.op_type == "MatMulNBits")
+    del node.input[2:]
+    onnx.save(model, directory / "model.onnx")
+    assert "is missing" in refusal(directory, tmp_path)
+
+
 def test_an_operator_that_no_supported_decoder_has(directory: Path, tmp_path: Path) -> None:
     model = onnx.load(directory / "model.onnx", load_external_data=False)
     next(node for node in model.graph.node if node.op_type == "Sigmoid").op_type = "Tanh"

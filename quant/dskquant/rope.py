@@ -6,8 +6,9 @@ Computed in float32 in the order of operations of transformers, so that the numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,23 @@ def read_rope(config: Fields, head_dim: int, max_positions: int) -> Rope:
     if not np.isfinite(frequencies).all():
         raise config.refusal(key, "leads to frequencies that are not finite")
     return Rope(tuple(float(value) for value in frequencies), attention_factor)
+
+
+def divided_frequencies(
+    theta: float, divisors: Sequence[float], attention_factor: float, positions: int
+) -> dict[str, Any]:
+    """The parameters of a configuration for frequencies that are those of `theta`, each divided by a number.
+
+    That is the type "longrope" with one list for contexts of all lengths.
+    """
+    return {
+        "rope_type": "longrope",
+        "rope_theta": theta,
+        "short_factor": list(divisors),
+        "long_factor": list(divisors),
+        "attention_factor": attention_factor,
+        "original_max_position_embeddings": positions,
+    }
 
 
 def _unscaled(setting: _Setting) -> tuple[Frequencies, float]:

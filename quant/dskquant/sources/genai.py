@@ -18,7 +18,7 @@ from dskquant.architecture import DecoderConfig, read_decoder
 from dskquant.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, Shape
 from dskquant.errors import SourceError
 from dskquant.fields import Fields
-from dskquant.rope import DEFAULT_THETA
+from dskquant.rope import DEFAULT_THETA, divided_frequencies
 from dskquant.sources.directory import SPECIAL_TOKENS, copy_tokenizer, read_json
 from dskquant.sources.genai_graph import NORMS, GenaiGraph, Weight
 from dskquant.sources.protocol import SourceTensor, refuse_differences
@@ -27,7 +27,8 @@ GENAI_CONFIG = "genai_config.json"
 ATTENTION = ("GroupQueryAttention",)
 NO_WINDOW = -1
 LAYER = re.compile(r"(model\.layers\.\d+\.)self_attn\.(.+)")
-PROJECTION = re.compile(r"(model\.layers\.\d+\.)self_attn\.([qkv])_proj\.(weight|bias)")
+PROJECTION = re.compile(r"\.([qkv])_proj\.")
+JOINED = ".qkv_proj."
 ANGLE_TOLERANCE = 1e-3
 """Radians at the last position, up to which frequencies are those of a round base."""
 
@@ -110,6 +111,11 @@ class GenaiSource:
                 f"{self._graph.path}: cos_cache {list(cosines.shape)}, sin_cache {list(sines.shape)}: "
                 f"[positions, {head_dim // 2}] is needed; angles that depend on the length are not supported"
             )
+        turns = sines.any(axis=0) & (cosines[0] > 0)  # from an angle of 0 on
+        if not (turns.all() and np.isfinite([cosines, sines]).all()):
+            raise SourceError(
+                f"{self._graph.path}: cos_cache and sin_cache are no cosines and sines of rotary positions"
+            )
         return rope_parameters(cosines, sines)
 
     def _check_attention(self) -> None:
@@ -120,22 +126,19 @@ class GenaiSource:
                 raise SourceError(f"{self._graph.path}: {attribute} of attention is {found:g}; supported: {value:g}")
 
     def _find(self, name: str) -> Weight | None:
-        weights = self._graph.weights
-        projection = PROJECTION.fullmatch(name)
-        if projection is None:
-            return next((weights[key] for key in self._keys(name) if key in weights), None)
-        layer, letter, kind = projection.groups()
-        alone, joined = (weights.get(f"{layer}attn.{one}_proj.{kind}") for one in (letter, "qkv"))
-        if alone is not None or joined is None:
-            return alone
-        queries, keys = (
-            self.decoder.num_heads * self.decoder.head_dim,
-            self.decoder.num_kv_heads * self.decoder.head_dim,
-        )
+        key = next((key for key in self._keys(name) if key in self._graph.weights), None)
+        if key is None:
+            return None
+        weight = self._graph.weights[key]
+        return self._part_of(weight, name) if JOINED in key else weight
+
+    def _part_of(self, joined: Weight, name: str) -> Weight:
+        """The rows of projection `name`; all where they are not as many as expected, for the caller to tell."""
+        queries, keys = (heads * self.decoder.head_dim for heads in (self.decoder.num_heads, self.decoder.num_kv_heads))
         if joined.shape[0] != queries + 2 * keys:
-            return joined  # of a wrong shape: the caller tells
-        first, count = {"q": (0, queries), "k": (queries, keys), "v": (queries + keys, keys)}[letter]
-        return joined.part(first, count)
+            return joined
+        places = {"q": (0, queries), "k": (queries, keys), "v": (queries + keys, keys)}
+        return joined.part(*places[PROJECTION.findall(name)[0]])
 
     def _keys(self, name: str) -> tuple[str, ...]:
         """What the graph may call the weight with the Hugging Face name `name`."""
@@ -147,15 +150,15 @@ class GenaiSource:
         if layer is None:
             return (name,)
         key = "".join((layer[1], "attn.", layer[2]))
-        if PROJECTION.fullmatch(name):
-            return (key, re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", key))
+        if PROJECTION.search(name):
+            return (key, PROJECTION.sub(JOINED, key))
         return (key.replace("_norm.", "_norm.layernorm."),)
 
 
 def rope_parameters(cosines: Float64, sines: Float64) -> dict[str, Any]:
     """What turns positions into these angles [positions, pairs], in the terms of a Hugging Face configuration.
 
-    A base where one explains them; else one divisor for each pair: the type "longrope" with one list for all lengths.
+    A base where one explains them; else one divisor for each pair.
     """
     frequencies = _frequencies(np.arctan2(sines, cosines))
     pairs, factor = len(frequencies), float(np.hypot(cosines[0], sines[0]).mean())
@@ -165,14 +168,7 @@ def rope_parameters(cosines: Float64, sines: Float64) -> dict[str, Any]:
     if abs(factor - 1) < ANGLE_TOLERANCE and off < ANGLE_TOLERANCE:
         return {"rope_type": "default", "rope_theta": base}
     divisors = (1 / (frequencies * DEFAULT_THETA**exponents)).tolist()
-    return {
-        "rope_type": "longrope",
-        "rope_theta": DEFAULT_THETA,
-        "short_factor": divisors,
-        "long_factor": divisors,
-        "attention_factor": factor,
-        "original_max_position_embeddings": len(cosines),
-    }
+    return divided_frequencies(DEFAULT_THETA, divisors, factor, len(cosines))
 
 
 def _frequencies(angles: Float64) -> Float64:

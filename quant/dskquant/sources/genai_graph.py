@@ -32,6 +32,9 @@ FLOATS = {onnx_ir.DataType.FLOAT: "f32", onnx_ir.DataType.FLOAT16: "f16", onnx_i
 CODES: dict[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]] = {4: unpack_u4, 8: lambda codes: codes}
 """By bits: how to spell out packed codes, the first in the low half of a byte."""
 
+MOST_INPUTS = 5
+"""Of a MatMulNBits that are looked at: activations, codes, scales, zero-points, g_idx."""
+
 Rows = Callable[[int, int], NDArray[Any]]
 
 
@@ -93,6 +96,7 @@ class GenaiGraph:
         """By the name of the module and "weight" or "bias"."""
         for node in self._graph:
             names = [value.name if value is not None else None for value in node.inputs]
+            names += [None] * (MOST_INPUTS - len(names))
             if node.op_type == "MatMulNBits":
                 yield _module(names[1]) + ".weight", self._quantized(node, names)
             elif node.op_type == "MatMul" and names[1] in self._initializers:
@@ -122,13 +126,12 @@ class GenaiGraph:
 
     def _quantized(self, node: onnx_ir.Node, names: list[str | None]) -> Weight:
         outputs, inputs, bits, block = (int(_number(node, key, 0)) for key in ("N", "K", "bits", "block_size"))
-        if bits not in CODES or (len(names) > 4 and names[4]) or block < 16 or outputs < 1 or inputs < 1:
+        if bits not in CODES or names[4] or block < 16 or outputs < 1 or inputs < 1:
             raise SourceError(f"{self.path}: node {node.name}: only 4 or 8 bits in blocks without g_idx are supported")
         blocks = -(-inputs // block)
         codes = self._shaped(names[1], (outputs, blocks, block * bits // 8), np.uint8)
         scales = self._shaped(names[2], (outputs, blocks), None)
-        packed = names[3] if len(names) > 3 else None
-        points = self._shaped(packed, (outputs, -(-blocks * bits // 8)), np.uint8) if packed else None
+        points = self._shaped(names[3], (outputs, -(-blocks * bits // 8)), np.uint8) if names[3] else None
 
         def rows(first: int, last: int) -> NDArray[np.float32]:
             middle = np.float32(1 << (bits - 1))

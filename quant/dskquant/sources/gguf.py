@@ -17,7 +17,7 @@ from dskquant.architecture import DecoderConfig, read_decoder
 from dskquant.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, Shape
 from dskquant.errors import SourceError
 from dskquant.fields import Fields
-from dskquant.rope import DEFAULT_THETA
+from dskquant.rope import DEFAULT_THETA, divided_frequencies
 from dskquant.sources.gguf_header import check_gguf_header
 from dskquant.sources.protocol import SourceTensor, refuse_differences
 from dskquant.store import CHAT_TEMPLATE, TOKENIZER
@@ -140,20 +140,14 @@ class GGUFSource:
 
     def _rope_parameters(self) -> dict[str, Any]:
         scaling, fields = self._metadata.rope_scaling(), self._metadata.fields
-        theta = {"rope_theta": fields.number("rope.freq_base", DEFAULT_THETA)}
+        theta = fields.number("rope.freq_base", DEFAULT_THETA)
         if ROPE_DIVISORS not in self._tensors:
-            return scaling | theta
+            return scaling | {"rope_theta": theta}
         if scaling["rope_type"] != "default":
             raise fields.refusal("rope.scaling.type", f"cannot be combined with the tensor {ROPE_DIVISORS}")
         # Converters of Llama 3.1 and later write the outcome of its formula as one divisor for each pair.
         divisors = [float(value) for value in self._tensors[ROPE_DIVISORS].data.ravel()]
-        return theta | {
-            "rope_type": "longrope",
-            "short_factor": divisors,
-            "long_factor": divisors,
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": fields.count("context_length"),
-        }
+        return divided_frequencies(theta, divisors, 1.0, fields.count("context_length"))
 
 
 class GGUFMetadata:
