@@ -19,7 +19,7 @@ from dskquant.modes import PrecisionMode
 
 INT4, INT8, FP32 = PrecisionMode.INT4, PrecisionMode.INT8, PrecisionMode.FP32
 PROMPT, NEW = 32, 96
-REPEATS = 8
+REPEATS = 24
 NOTHING, HEALTH = "nothing measured", "health alone"
 NEVER = ThresholdConfig(int4=1000.0)
 """Random weights agree with nothing."""
